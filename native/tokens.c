@@ -1,0 +1,97 @@
+/* The writers: each id is checked against the vocabulary in the pass that stores it, so a prompt
+ * byte is written once between the packet's plaintext and the slot, and read once. */
+#include "tokens.h"
+
+#include <string.h>
+
+void dp_write_begin(struct dp_region *region, uint32_t slot, uint32_t n_tokens, uint32_t width) {
+    struct dp_writer *writer = &region->writers[slot];
+    memset(writer, 0, sizeof *writer);
+    writer->n_tokens = n_tokens;
+    writer->width = (uint8_t)width;
+}
+
+/* Find the first id outside the vocabulary; only called when there is one. */
+static int say_bad(struct dp_writer *writer, const int32_t *ids, uint32_t count, uint32_t vocab) {
+    for (uint32_t i = 0; i < count; i++)
+        if ((uint32_t)ids[i] >= vocab) {
+            writer->bad_index = writer->written + i;
+            writer->bad_id = (uint32_t)ids[i];
+            break;
+        }
+    return DP_BAD_TOKEN;
+}
+
+/* Branch-free over the block so that the compiler can use vectors: `bad` gathers what failed. */
+static uint32_t store_u32(int32_t *to, const uint8_t *from, uint32_t count, uint32_t vocab) {
+    uint32_t bad = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t id;
+        memcpy(&id, from + (size_t)i * 4, 4);
+        bad |= id >= vocab;
+        to[i] = (int32_t)id;
+    }
+    return bad;
+}
+
+static uint32_t store_u16(int32_t *to, const uint8_t *from, uint32_t count, uint32_t vocab) {
+    uint32_t bad = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint16_t id;
+        memcpy(&id, from + (size_t)i * 2, 2);
+        bad |= id >= vocab;
+        to[i] = id;
+    }
+    return bad;
+}
+
+static int store(struct dp_region *region, uint32_t slot, const uint8_t *from, uint32_t count) {
+    struct dp_writer *writer = &region->writers[slot];
+    int32_t *to = dp_prompt(region, slot) + writer->written;
+    uint32_t vocab = region->geometry.vocab_size;
+    uint32_t bad = writer->width == 4 ? store_u32(to, from, count, vocab)
+                                      : store_u16(to, from, count, vocab);
+    if (bad)
+        return say_bad(writer, to, count, vocab);
+    writer->written += count;
+    return DP_OK;
+}
+
+/* An id that the stream split: its bytes are gathered until it is whole. */
+static int finish_partial(struct dp_region *region, uint32_t slot, const uint8_t **from,
+                          size_t *len) {
+    struct dp_writer *writer = &region->writers[slot];
+    while (writer->partial_bytes && *len) {
+        writer->partial[writer->partial_bytes++] = *(*from)++;
+        --*len;
+        if (writer->partial_bytes == writer->width) {
+            writer->partial_bytes = 0;
+            return store(region, slot, writer->partial, 1);
+        }
+    }
+    return DP_OK;
+}
+
+int dp_write(struct dp_region *region, uint32_t slot, const uint8_t *body, size_t offset,
+             size_t len) {
+    struct dp_writer *writer = &region->writers[slot];
+    const uint8_t *from = body + offset;
+    size_t have = (size_t)writer->written * writer->width + writer->partial_bytes;
+    if (len > (size_t)writer->n_tokens * writer->width - have)
+        return DP_OVERFLOW;
+    int status = finish_partial(region, slot, &from, &len);
+    if (status != DP_OK || !len)
+        return status;
+    uint32_t whole = (uint32_t)(len / writer->width);
+    status = store(region, slot, from, whole);
+    if (status != DP_OK)
+        return status;
+    writer->partial_bytes = (uint8_t)(len % writer->width);
+    memcpy(writer->partial, from + (size_t)whole * writer->width, writer->partial_bytes);
+    return DP_OK;
+}
+
+int dp_write_complete(struct dp_region *region, uint32_t slot) {
+    const struct dp_writer *writer = &region->writers[slot];
+    return writer->written == writer->n_tokens && !writer->partial_bytes;
+}
