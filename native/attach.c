@@ -263,8 +263,8 @@ int dp_ready(struct dp_attachment *attachment) {
 
 void dp_step(struct dp_attachment *attachment) { bump(&attachment->region->header->step); }
 
-void dp_detach(struct dp_attachment *attachment) {
-    if (!attachment)
+void dp_leave(struct dp_attachment *attachment) {
+    if (attachment->socket < 0)
         return;
     if (attachment->beating) {
         const uint64_t one = 1;
@@ -272,11 +272,17 @@ void dp_detach(struct dp_attachment *attachment) {
         (void)ignored;
         pthread_join(attachment->heart, NULL);
     }
-    close(attachment->stop);
     close(attachment->socket);
+    attachment->socket = -1;
+}
+
+void dp_detach(struct dp_attachment *attachment) {
+    if (!attachment)
+        return;
+    dp_leave(attachment);
+    close(attachment->stop);
     close(attachment->region->doorbell);
-    for (uint32_t i = 0; i < attachment->region->geometry.listeners; i++)
-        close(attachment->region->outputs[i]);
+    close_all(attachment->region->outputs, (int)attachment->region->geometry.listeners);
     dp_region_close(attachment->region);
     free(attachment);
 }
@@ -305,6 +311,8 @@ static void describe(struct dp_region *region, uint32_t slot, struct dp_taken *t
 int dp_take_ready(struct dp_attachment *attachment, struct dp_taken *out, uint32_t max,
                   int timeout_ms, uint32_t spin_us) {
     struct dp_region *region = attachment->region;
+    if (attachment->socket < 0)
+        return -1;
     int waited = dp_runtime_wait(region, attachment->socket, timeout_ms, spin_us);
     if (waited <= 0)
         return waited;

@@ -31,11 +31,13 @@ struct dp_attachment *dp_attach(const char *socket_path, const char *manifest, i
                                 char *error, size_t error_size);
 /* Everything is allocated and warm: start the heartbeat. 0, or an errno. */
 int dp_ready(struct dp_attachment *attachment);
-/* Stop the heartbeat and leave. No call may be inside, no pointer into the region be in use. */
+/* Stop the heartbeat and close the connection, at most once; the mapping stays valid. */
+void dp_leave(struct dp_attachment *attachment);
+/* Leave, unmap and free. No call may be inside, no pointer into the region be in use. */
 void dp_detach(struct dp_attachment *attachment);
 
 struct dp_region *dp_attached_region(struct dp_attachment *attachment);
-/* The connection to the daemon: readable once the daemon is gone. */
+/* The connection to the daemon: readable once the daemon is gone; -1 after dp_leave. */
 int dp_attached_socket(struct dp_attachment *attachment);
 
 /* Take READY requests, at most max: how many, or -1 when the daemon is gone. Blocks up to timeout_ms (< 0: without

@@ -1,0 +1,106 @@
+"""A mapped region, and how long it lives.
+
+A region is unmapped only when no handle or view of it is left and no C call is inside it (contract 1). Python's reference
+counts do that: the mapping belongs to one `Region`, every array made from it keeps that `Region` alive, and so does every
+call, through its own `self`. `Region` never unmaps on request; it is dropped.
+"""
+
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane._native import ffi, lib
+from dataplane.errors import AttachError
+from dataplane.manifest import Manifest
+
+GENERATION_BITS = 64 - lib.DP_GENERATION_SHIFT
+
+
+class _View:
+    """Memory of a region, as NumPy wants it described; the array keeps this, and this the region."""
+
+    def __init__(self, region: "Region", address: int, count: int, kind: str, readonly: bool) -> None:
+        self.region = region
+        self.__array_interface__ = {
+            "data": (address, readonly),
+            "shape": (count,),
+            "typestr": kind,
+            "version": 3,
+        }
+
+
+class Region:
+    """One mapping of a region's memfd in this process.
+
+    Attributes:
+        native: The C handle (`struct dp_region *`).
+        fd: The memfd, on the daemon's side while it still has to be passed; else -1.
+    """
+
+    def __init__(self, native: Any, fd: int = -1) -> None:
+        self.native = native
+        self.fd = fd
+        self.slots: int = native.geometry.slots
+        self.context: int = native.geometry.context
+        self.max_output: int = native.geometry.max_output
+        self.vocab_size: int = native.geometry.vocab_size
+        self.bytes: int = native.layout.bytes
+        self.attachment: int = native.attachment
+
+    def close_fd(self) -> None:
+        """Close the memfd; the mapping stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close_fd()
+
+    def prompt(self, slot: int, count: int) -> npt.NDArray[np.int32]:
+        """Return the first `count` ids of a slot's prompt: int32, read-only, no copy."""
+        if not (0 <= slot < self.slots and 0 <= count <= self.context):
+            raise IndexError(f"no {count} prompt ids in slot {slot}")
+        return np.asarray(_View(self, self.prompt_address(slot), count, "<i4", True))
+
+    def prompt_address(self, slot: int) -> int:
+        """Return where a slot's prompt begins in this process."""
+        return int(ffi.cast("uintptr_t", lib.dp_prompt(self.native, slot)))
+
+
+def create_region(manifest: Manifest, attachment: int, listeners: int) -> Region:
+    """Make and map the memfd that a manifest asks for; daemon's side.
+
+    Raises:
+        AttachError: There is not enough memory, or the system allows no such file.
+    """
+    geometry = manifest.geometry(listeners)
+    layout = ffi.new("struct dp_layout *")
+    lib.dp_layout_of(geometry, layout)
+    free = available_memory()
+    if free is not None and layout.bytes > free:
+        raise AttachError(
+            f"the region takes {layout.bytes >> 20} MiB and {free >> 20} MiB of memory are free: "
+            "ask for fewer slots or a smaller context"
+        )
+    fd = ffi.new("int *")
+    generation = secrets.randbits(GENERATION_BITS)
+    native = lib.dp_region_create(geometry, attachment, generation, fd)
+    if native == ffi.NULL:
+        reason = os.strerror(ffi.errno)
+        raise AttachError(f"a region of {layout.bytes >> 20} MiB cannot be made: {reason}")
+    return Region(ffi.gc(native, lib.dp_region_close), fd[0])
+
+
+def available_memory() -> int | None:
+    """Return the bytes that the kernel says can be had without swapping, or None if it does not."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass
+    return None
