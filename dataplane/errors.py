@@ -1,8 +1,9 @@
 """The errors of the package: what they mean to a process that ends with one, and to a client.
 
-Two families. `DataplaneError` and its kinds are raised to a person or to the code that called; each says what happened,
-to which input, and what to do. `Refusal` is no exception: it is the answer to one request, made on the hot path, and
-carries the status that goes on the wire (contract 4 lists when each applies).
+Two families. `DataplaneError` and its kinds are raised to a person or to the code that called; each
+says what happened, to which input, and what to do. `Refusal` is no exception: it is the answer to
+one request, made on the hot path, and carries the status that goes on the wire (contract 4 lists
+when each applies).
 """
 
 from enum import IntEnum
@@ -22,7 +23,7 @@ class UsageError(DataplaneError):
 
 
 class UnavailableError(DataplaneError):
-    """Nobody answers at the address, or it answers that it cannot serve (sysexits.h EX_UNAVAILABLE)."""
+    """Nobody answers at the address, or the answer is 503 (sysexits.h EX_UNAVAILABLE)."""
 
     exit_code = 69
 

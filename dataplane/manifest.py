@@ -1,4 +1,6 @@
-"""What a runtime states when it attaches (contract 2), read strictly and checked once for both sides."""
+"""What a runtime states when it attaches (contract 2), read strictly, checked for both sides."""
+
+from typing import Any
 
 import msgspec
 
@@ -46,21 +48,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def check(self) -> None:
         """Raise `AttachError` with the first rule that the manifest breaks."""
+        _check_abi(self.abi)
         problem = self._problem()
         if problem:
             raise AttachError(problem)
 
     def _problem(self) -> str | None:
-        if self.abi != ABI:
-            return f"the runtime speaks ABI {self.abi}, this daemon speaks {ABI}"
         if self.table not in TABLES:
             return f"table is {self.table!r}; it must be 'host' or 'device'"
         for name in ("slots", "context", "max_output", "vocab_size"):
             if not 0 <= getattr(self, name) < 2**32:
                 return f"{name} is {getattr(self, name)}, out of bounds"
-        error = lib.dp_geometry_error(self.geometry(listeners=1))
+        error: Any = lib.dp_geometry_error(self.geometry(listeners=1))
         if error != ffi.NULL:
-            return ffi.string(error).decode()
+            return str(ffi.string(error), "ascii")
         if not 1 <= self.max_step_ms <= MAX_STEP_MS:
             return f"max_step_ms is {self.max_step_ms}; it must be 1 to {MAX_STEP_MS}"
         if not self.partition or not self.partition.isprintable():
@@ -79,10 +80,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self.check()
         line = msgspec.json.encode(self)
         if len(line) >= LINE_MAX:
-            raise AttachError(f"the manifest is {len(line)} bytes; at most {LINE_MAX - 1} fit a line")
+            raise AttachError(
+                f"the manifest is {len(line)} bytes; at most {LINE_MAX - 1} fit a line"
+            )
         return line
 
 
+def _check_abi(abi: int) -> None:
+    if abi != ABI:
+        raise AttachError(f"the runtime speaks ABI {abi}, this daemon speaks {ABI}")
+
+
+class _Version(msgspec.Struct):
+    """The field that every version has, read before the others are judged by this one's rules."""
+
+    abi: int
+
+
+_version_decoder = msgspec.json.Decoder(_Version)
 _decoder = msgspec.json.Decoder(Manifest)
 
 
@@ -90,9 +105,11 @@ def decode_manifest(line: bytes) -> Manifest:
     """Read and check one line.
 
     Raises:
-        AttachError: It is no JSON, has a field too many or too few or of a wrong type, or breaks a rule.
+        AttachError: It is no JSON, speaks another ABI, has a field too many or too few or of a
+        wrong type, or breaks a rule.
     """
     try:
+        _check_abi(_version_decoder.decode(line).abi)
         manifest = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AttachError(f"the manifest cannot be read: {error}") from error

@@ -1,8 +1,10 @@
 """The `prompt/1` codec: one prompt on one QUIC stream, little-endian (contract 3).
 
-Sans-IO and for both sides. This is the only place that knows the wire's layout. Nothing here raises on what a peer
-sent: `parse_request` answers a `Request`, a `Refusal`, or None for "not whole yet", since bad input is no exception on
-the hot path. The client's side, which has only its own daemon to fear, raises `ProtocolError`.
+Sans-IO and for both sides. This is the only place that knows the wire's layout. Nothing here raises
+on what a peer
+sent: `parse_request` answers a `Request`, a `Refusal`, or None for "not whole yet", since bad input
+is no exception on the hot path. The client's side, which has only its own daemon to fear, raises
+`ProtocolError`.
 """
 
 import struct
@@ -23,8 +25,8 @@ END_MARK = 0xFFFFFFFF
 END_MARK_BYTES = b"\xff\xff\xff\xff"
 TEMPERATURE_MAX = 100.0
 
-# magic, header length, id width, flags, n_tokens, max_output, request id, affinity, temperature, top_p, top_k, seed,
-# deadline.
+# magic, header length, id width, flags, n_tokens, max_output, request id, affinity, temperature,
+# top_p, top_k, seed, deadline.
 _REQUEST = struct.Struct("<4sHBBIIQIffIII")
 _EXTENSION = struct.Struct("<HH")
 # magic, status, slot, request id, queue µs, ingress µs, retry after ms, free slots left.
@@ -38,6 +40,7 @@ TRAILER_BYTES = _TRAILER.size
 _unpack_request = _REQUEST.unpack_from
 _pack_verdict = _VERDICT.pack
 _pack_trailer = _TRAILER.pack
+_new_tuple = tuple.__new__
 
 
 class ProtocolError(DataplaneError):
@@ -97,13 +100,16 @@ def parse_request(data: bytes | bytearray, fin: bool) -> Request | Refusal | Non
         fin: Whether they are all there will ever be.
 
     Returns:
-        The request once its header is whole, a refusal as soon as it cannot become one, None while it may.
+        The request once its header is whole, a refusal as soon as it cannot become one, None while
+        it may.
     """
     have = len(data)
     if have < HEADER_MIN:
         return _parse_short(data, fin)
-    (magic, length, width, flags, n_tokens, max_output, request_id, affinity, temperature, top_p, top_k, seed,
-     deadline) = _unpack_request(data)  # fmt: skip
+    (
+        magic, length, width, flags, n_tokens, max_output, request_id, affinity, temperature, top_p,
+        top_k, seed, deadline,
+    ) = _unpack_request(data)  # fmt: skip
     if magic != REQUEST_MAGIC or not HEADER_MIN <= length <= HEADER_MAX:
         return _bad_prefix(magic, length)
     if width not in (2, 4):
@@ -125,8 +131,14 @@ def parse_request(data: bytes | bytearray, fin: bool) -> Request | Refusal | Non
         if isinstance(extensions, Refusal):
             return extensions
         api_key = extensions
-    return Request(n_tokens, width, max_output, request_id, affinity, bool(flags), temperature, top_p, top_k, seed,
-                   deadline, api_key, length)  # fmt: skip
+    # Not through Request's own __new__, which is Python and costs more than the parsing.
+    return _new_tuple(
+        Request,
+        (
+            n_tokens, width, max_output, request_id, affinity, bool(flags), temperature, top_p,
+            top_k, seed, deadline, api_key, length,
+        ),
+    )  # fmt: skip
 
 
 def _bad_prefix(magic: bytes, length: int) -> Refusal:
@@ -151,7 +163,7 @@ def _parse_short(data: bytes | bytearray, fin: bool) -> Refusal | None:
     return _ended_in_header(len(data)) if fin else None
 
 
-def _parse_extensions(data: bytes | bytearray, end: int) -> bytes | None | Refusal:
+def _parse_extensions(data: bytes | bytearray, end: int) -> bytes | Refusal | None:
     """Walk the extensions between the fixed header and `end`; unknown types are skipped."""
     api_key = None
     at = HEADER_MIN
@@ -162,7 +174,7 @@ def _parse_extensions(data: bytes | bytearray, end: int) -> bytes | None | Refus
         at += _EXTENSION.size
         if length > end - at:
             return _bad(
-                f"the extension of type {kind} says {length} bytes, but the header has {end - at} left"
+                f"the extension of type {kind} says {length} bytes; the header has {end - at} left"
             )
         if kind == EXTENSION_API_KEY:
             api_key = bytes(data[at : at + length])
@@ -219,7 +231,9 @@ def decode_verdict(data: bytes) -> Verdict:
     magic, status, slot, request_id, queue, ingress, retry, free = _VERDICT.unpack_from(data)
     if magic != VERDICT_MAGIC:
         raise ProtocolError(f"the answer begins with {magic.hex()}, not with the magic DPV1")
-    return Verdict(status, None if slot == NO_SLOT else slot, request_id, queue, ingress, retry, free)
+    return Verdict(
+        status, None if slot == NO_SLOT else slot, request_id, queue, ingress, retry, free
+    )
 
 
 def encode_end(finish_reason: int, prompt_tokens: int, output_tokens: int) -> bytes:

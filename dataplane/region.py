@@ -1,8 +1,10 @@
 """A mapped region, and how long it lives.
 
-A region is unmapped only when no handle or view of it is left and no C call is inside it (contract 1). Python's reference
-counts do that: the mapping belongs to one `Region`, every array made from it keeps that `Region` alive, and so does every
-call, through its own `self`. `Region` never unmaps on request; it is dropped.
+A region is unmapped only when no handle or view of it is left and no C call is inside it (contract
+1). Python's reference
+counts do that: the mapping belongs to one `Region`, every array made from it keeps that `Region`
+alive, and so does every call, through its own `self`. `Region` never unmaps on request; it is
+dropped.
 """
 
 import os
@@ -20,9 +22,11 @@ GENERATION_BITS = 64 - lib.DP_GENERATION_SHIFT
 
 
 class _View:
-    """Memory of a region, as NumPy wants it described; the array keeps this, and this the region."""
+    """Memory of a region, as NumPy wants it described; an array keeps it, and it the region."""
 
-    def __init__(self, region: "Region", address: int, count: int, kind: str, readonly: bool) -> None:
+    def __init__(
+        self, region: "Region", address: int, count: int, kind: str, readonly: bool
+    ) -> None:
         self.region = region
         self.__array_interface__ = {
             "data": (address, readonly),

@@ -1,7 +1,8 @@
 """The slot's words as Python sees them: every value here comes from the compiled C.
 
-States, events, statuses and finish reasons are read from `native/slots.h` by name at import, so a number stands once;
-the transition table stays in `native/slots.c` and is asked through `next_state`.
+States, events, statuses and finish reasons are read from `native/slots.h` by name at import, so a
+number stands once; the transition table stays in `native/slots.c` and is asked through
+`next_state`.
 """
 
 from enum import IntEnum
@@ -9,24 +10,45 @@ from enum import IntEnum
 from dataplane._native import lib
 
 
-def _values(prefix: str, *names: str) -> dict[str, int]:
-    return {name: getattr(lib, prefix + name) for name in names}
+class State(IntEnum):
+    """Who owns a slot."""
+
+    FREE = lib.DP_FREE
+    WRITING = lib.DP_WRITING
+    READY = lib.DP_READY
+    RUNNING = lib.DP_RUNNING
+    CANCELLING = lib.DP_CANCELLING
+    DONE = lib.DP_DONE
 
 
-State = IntEnum(  # type: ignore[misc]
-    "State", _values("DP_", "FREE", "WRITING", "READY", "RUNNING", "CANCELLING", "DONE")
-)
-Event = IntEnum(  # type: ignore[misc]
-    "Event",
-    _values("DP_", "CLAIM", "PUBLISH", "ABORT", "TAKE", "REVOKE", "CANCEL", "FINISH", "RELEASE"),
-)
-Finish = IntEnum("Finish", _values("DP_FINISH_", "STOP", "LENGTH", "DEADLINE", "ERROR"))  # type: ignore[misc]
+class Event(IntEnum):
+    """What moves a slot from one state to another."""
+
+    CLAIM = lib.DP_CLAIM
+    PUBLISH = lib.DP_PUBLISH
+    ABORT = lib.DP_ABORT
+    TAKE = lib.DP_TAKE
+    REVOKE = lib.DP_REVOKE
+    CANCEL = lib.DP_CANCEL
+    FINISH = lib.DP_FINISH
+    RELEASE = lib.DP_RELEASE
+
+
+class Finish(IntEnum):
+    """Why an answer ended; ERROR is never seen on the wire, where it is a reset."""
+
+    STOP = lib.DP_FINISH_STOP
+    LENGTH = lib.DP_FINISH_LENGTH
+    DEADLINE = lib.DP_FINISH_DEADLINE
+    ERROR = lib.DP_FINISH_ERROR
+
 
 ILLEGAL: int = lib.DP_ILLEGAL
 STALE: int = lib.DP_STALE
 FULL: int = lib.DP_FULL
 OVERFLOW: int = lib.DP_OVERFLOW
 BAD_TOKEN: int = lib.DP_BAD_TOKEN
+SHORT: int = lib.DP_SHORT
 
 
 def next_state(event: int, state: int) -> State | None:

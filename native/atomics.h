@@ -1,9 +1,9 @@
 /* Every atomic operation of the project, by the ordering it needs.
  *
  * Words that two processes share are plain integers in the region; they are touched through these
- * functions alone. A release here is paired with the acquire that its comment at the call site names.
- * Read-modify-write operations are acquire-release: a verb both takes what the last holder wrote and
- * gives what this holder wrote. */
+ * functions alone. A release here is paired with the acquire that its comment at the call site
+ * names. Read-modify-write operations are acquire-release: a verb both takes what the last holder
+ * wrote and gives what this holder wrote. */
 #ifndef DP_ATOMICS_H
 #define DP_ATOMICS_H
 
@@ -26,7 +26,7 @@ static inline void dp_store_relaxed(uint64_t *word, uint64_t value) {
     __atomic_store_n(word, value, __ATOMIC_RELAXED);
 }
 
-/* Strong: a failure means that the word really held something else, which is stored in *expected. */
+/* Strong: a failure means that the word really held something else, now stored in *expected. */
 static inline bool dp_cas(uint64_t *word, uint64_t *expected, uint64_t desired) {
     return __atomic_compare_exchange_n(word, expected, desired, false, __ATOMIC_ACQ_REL,
                                        __ATOMIC_ACQUIRE);

@@ -41,7 +41,7 @@ static void close_all(const int *fds, int n) {
         close(fds[i]);
 }
 
-/* Handshake -------------------------------------------------------------------------------------- */
+/* Handshake ------------------------------------------------------------------------------------ */
 
 static int connect_to(const char *path, char *error, size_t size) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -172,9 +172,9 @@ static struct dp_region *open_region(struct reply *reply, char *error, size_t si
         return NULL;
     }
     struct dp_region *region = dp_region_open(reply->fds[0], &why);
-    if (region && ((uint64_t)attachment != region->attachment ||
-                   (uint64_t)bytes != region->layout.bytes ||
-                   (int)region->geometry.listeners != reply->n_fds - 2)) {
+    if (region &&
+        ((uint64_t)attachment != region->attachment || (uint64_t)bytes != region->layout.bytes ||
+         (int)region->geometry.listeners != reply->n_fds - 2)) {
         why = "the daemon's line and the region disagree";
         dp_region_close(region);
         region = NULL;
@@ -209,10 +209,11 @@ static struct dp_attachment *handshake(int fd, const char *manifest, int tokeniz
     for (int i = 2; i < reply->n_fds; i++)
         region->outputs[i - 2] = reply->fds[i];
     long long beat = number_of(reply->line, "heartbeat_ms");
-    *attachment = (struct dp_attachment){.socket = fd,
-                                         .region = region,
-                                         .stop = stop,
-                                         .heartbeat_ms = beat > 0 && beat < 10000 ? (int)beat : 500};
+    *attachment =
+        (struct dp_attachment){.socket = fd,
+                               .region = region,
+                               .stop = stop,
+                               .heartbeat_ms = beat > 0 && beat < 10000 ? (int)beat : 500};
     close(reply->fds[0]);
     return attachment;
 }
@@ -237,7 +238,7 @@ struct dp_attachment *dp_attach(const char *socket_path, const char *manifest, i
     return attachment;
 }
 
-/* Pulse ------------------------------------------------------------------------------------------ */
+/* Pulse ---------------------------------------------------------------------------------------- */
 
 static void bump(struct dp_word *word) {
     dp_store_release(&word->value, dp_load_relaxed(&word->value) + 1);
@@ -261,7 +262,9 @@ int dp_ready(struct dp_attachment *attachment) {
     return failed;
 }
 
-void dp_step(struct dp_attachment *attachment) { bump(&attachment->region->header->step); }
+void dp_step(struct dp_attachment *attachment) {
+    bump(&attachment->region->header->step);
+}
 
 void dp_leave(struct dp_attachment *attachment) {
     if (attachment->socket < 0)
@@ -287,13 +290,15 @@ void dp_detach(struct dp_attachment *attachment) {
     free(attachment);
 }
 
-/* Work ------------------------------------------------------------------------------------------- */
+/* Work ----------------------------------------------------------------------------------------- */
 
 struct dp_region *dp_attached_region(struct dp_attachment *attachment) {
     return attachment->region;
 }
 
-int dp_attached_socket(struct dp_attachment *attachment) { return attachment->socket; }
+int dp_attached_socket(struct dp_attachment *attachment) {
+    return attachment->socket;
+}
 
 static void describe(struct dp_region *region, uint32_t slot, struct dp_taken *taken) {
     const struct dp_request *request = &region->requests[slot];

@@ -40,8 +40,9 @@ struct dp_region *dp_attached_region(struct dp_attachment *attachment);
 /* The connection to the daemon: readable once the daemon is gone; -1 after dp_leave. */
 int dp_attached_socket(struct dp_attachment *attachment);
 
-/* Take READY requests, at most max: how many, or -1 when the daemon is gone. Blocks up to timeout_ms (< 0: without
- * end) after spinning for spin_us; returns early, with 0, when a running request was cancelled. */
+/* Take READY requests, at most max: how many, or -1 when the daemon is gone. Blocks up to
+ * timeout_ms (< 0: without end) after spinning for spin_us; returns early, with 0, when a running
+ * request was cancelled. */
 int dp_take_ready(struct dp_attachment *attachment, struct dp_taken *out, uint32_t max,
                   int timeout_ms, uint32_t spin_us);
 /* The engine made a step: a chunk, a token, or an idle pass. */

@@ -1,7 +1,7 @@
 """Build `dataplane._native`: the C sources of this folder behind cffi in API mode.
 
-The headers are the declarations: `declarations()` hands them to cffi with their preprocessor lines taken out, so nothing is
-declared twice. Numeric `#define`s stay, because cffi reads those.
+The headers are the declarations: `declarations()` hands them to cffi with their preprocessor lines
+taken out, so nothing is declared twice. Numeric `#define`s stay, because cffi reads those.
 """
 
 import re
@@ -10,8 +10,8 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-HEADERS = ("slots.h", "region.h", "tokens.h", "udp.h", "attach.h")
-SOURCES = ("slots.c", "region.c", "tokens.c", "udp.c", "attach.c")
+HEADERS = ("slots.h", "region.h", "tokens.h", "udp.h", "attach.h", "latency.h")
+SOURCES = ("slots.c", "region.c", "tokens.c", "udp.c", "attach.c", "latency.c")
 DEPENDS = (*HEADERS, "atomics.h")
 
 _CONSTANT = re.compile(r"#define\s+DP_\w+\s+(0x[0-9A-Fa-f]+|\d+)\b")

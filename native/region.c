@@ -13,14 +13,16 @@
 #include "atomics.h"
 
 #define REGION_MAGIC UINT64_C(0x314E474552504444) /* "DDPREGN1" */
-#define PAGE 4096
+#define PAGE         4096
 
 _Static_assert(sizeof(struct dp_word) == 64 && sizeof(struct dp_flag) == 64, "one line each");
 _Static_assert(sizeof(struct dp_request) == 128, "a line for each side");
 _Static_assert(offsetof(struct dp_request, taken_ns) == 64, "the runtime's line");
 _Static_assert(offsetof(struct dp_region_header, heartbeat) % 64 == 0, "lines are aligned");
 
-static uint64_t align(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
+static uint64_t align(uint64_t value, uint64_t to) {
+    return (value + to - 1) / to * to;
+}
 
 const char *dp_geometry_error(const struct dp_geometry *geometry) {
     if (geometry->table != DP_TABLE_HOST && geometry->table != DP_TABLE_DEVICE)
@@ -182,5 +184,6 @@ int32_t *dp_prompt(struct dp_region *region, uint32_t slot) {
 }
 
 uint32_t *dp_output(struct dp_region *region, uint32_t slot) {
-    return (uint32_t *)(region->base + region->layout.outputs + slot * region->layout.output_stride);
+    return (uint32_t *)(region->base + region->layout.outputs +
+                        slot * region->layout.output_stride);
 }

@@ -1,16 +1,17 @@
 /* The region: one sealed memfd that the daemon makes at attachment and both sides map.
  *
- * This header is also the cffi declaration. Offsets are computed from the geometry by dp_layout alone; the header
- * in the region repeats them so that the other side can check that both were built alike. */
+ * This header is also the cffi declaration. Offsets are computed from the geometry by dp_layout
+ * alone; the header in the region repeats them so that the other side can check that both were
+ * built alike. */
 #ifndef DP_REGION_H
 #define DP_REGION_H
 
 #include "slots.h"
 
-#define DP_ABI 1
-#define DP_MAX_SLOTS 1024
-#define DP_MAX_CONTEXT 1048576
-#define DP_MAX_OUTPUT 262144
+#define DP_ABI           1
+#define DP_MAX_SLOTS     1024
+#define DP_MAX_CONTEXT   1048576
+#define DP_MAX_OUTPUT    262144
 #define DP_MAX_LISTENERS 16
 
 enum dp_table {

@@ -32,8 +32,8 @@ static const uint8_t transitions[DP_EVENTS][DP_STATES] = {
 
 /* How a listener lets go of a slot in each state; DP_EVENTS: it does not hold it there. */
 static const uint8_t letting_go[DP_STATES] = {
-    [DP_FREE] = DP_EVENTS,      [DP_WRITING] = DP_ABORT,      [DP_READY] = DP_REVOKE,
-    [DP_RUNNING] = DP_CANCEL,   [DP_CANCELLING] = DP_EVENTS,  [DP_DONE] = DP_RELEASE,
+    [DP_FREE] = DP_EVENTS,    [DP_WRITING] = DP_ABORT,     [DP_READY] = DP_REVOKE,
+    [DP_RUNNING] = DP_CANCEL, [DP_CANCELLING] = DP_EVENTS, [DP_DONE] = DP_RELEASE,
 };
 
 int dp_next_state(int event, int state) {
@@ -49,9 +49,15 @@ int64_t dp_realtime_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static int state_of(uint64_t word) { return (int)(word & DP_STATE_MASK); }
-static uint32_t owner_of(uint64_t word) { return (word >> DP_OWNER_SHIFT) & DP_OWNER_MASK; }
-static uint64_t generation_of(uint64_t word) { return word >> DP_GENERATION_SHIFT; }
+static int state_of(uint64_t word) {
+    return (int)(word & DP_STATE_MASK);
+}
+static uint32_t owner_of(uint64_t word) {
+    return (word >> DP_OWNER_SHIFT) & DP_OWNER_MASK;
+}
+static uint64_t generation_of(uint64_t word) {
+    return word >> DP_GENERATION_SHIFT;
+}
 
 static uint64_t word_of(uint64_t generation, uint32_t owner, int state) {
     return generation << DP_GENERATION_SHIFT | (uint64_t)owner << DP_OWNER_SHIFT | (uint64_t)state;
@@ -79,7 +85,7 @@ static void wake_listener(struct dp_region *region, uint32_t owner) {
         ring(region->outputs[owner - 1]);
 }
 
-/* Claim ------------------------------------------------------------------------------------------ */
+/* Claim ---------------------------------------------------------------------------------------- */
 
 /* One slot: true when it is ours now, false when it was seen taken. */
 static bool claim_one(uint64_t *word, uint32_t owner, uint64_t *generation) {
@@ -118,7 +124,7 @@ int dp_claim(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t 
     return DP_FULL;
 }
 
-/* The other verbs -------------------------------------------------------------------------------- */
+/* The other verbs ------------------------------------------------------------------------------ */
 
 /* Applies the event and hands out the word that it replaced: whoever must ring the owner reads it
  * from there, before the CAS gave the slot away. */
@@ -138,17 +144,43 @@ static int apply(uint64_t *word, uint64_t generation, int event, uint64_t *repla
     }
 }
 
+/* What the event would lead to. The answer holds for a verb whose state only its caller leaves, so
+ * fields may be written on its strength; on a stale handle they are another holder's by now. */
+static int foresee(const uint64_t *word, uint64_t generation, int event) {
+    uint64_t seen = dp_load_acquire(word);
+    return generation_of(seen) != generation ? DP_STALE : dp_next_state(event, state_of(seen));
+}
+
 int dp_apply(struct dp_region *region, uint32_t slot, uint64_t generation, int event) {
+    /* A claim is a new generation, so no handle makes one. */
+    if (event == DP_CLAIM)
+        return DP_ILLEGAL;
     uint64_t replaced;
     return apply(&region->states[slot], generation, event, &replaced);
 }
 
+void dp_describe(struct dp_region *region, uint32_t slot, uint64_t request_id, uint32_t n_tokens,
+                 uint32_t max_output, float temperature, float top_p, uint32_t top_k,
+                 uint32_t seed) {
+    struct dp_request *request = &region->requests[slot];
+    request->request_id = request_id;
+    request->n_tokens = n_tokens;
+    request->max_output = max_output;
+    request->top_k = top_k;
+    request->seed = seed;
+    request->temperature = temperature;
+    request->top_p = top_p;
+}
+
 int dp_publish(struct dp_region *region, uint32_t slot, uint64_t generation, int64_t *at_ns) {
+    int state = foresee(&region->states[slot], generation, DP_PUBLISH);
+    if (state < 0)
+        return state;
     int64_t now = dp_realtime_ns();
     if (at_ns)
         *at_ns = now;
     region->requests[slot].published_ns = now;
-    int state = dp_apply(region, slot, generation, DP_PUBLISH);
+    state = dp_apply(region, slot, generation, DP_PUBLISH);
     if (state >= 0)
         wake_runtime(region);
     return state;
@@ -212,7 +244,10 @@ int dp_emit(struct dp_region *region, uint32_t slot, uint64_t generation, const 
     /* Only the runtime writes the progress word, so this load needs no order. */
     uint64_t progress = dp_load_relaxed(&region->progress[slot]);
     uint32_t out = generation_of(progress) == generation ? progress & DP_COUNT_MASK : 0;
-    if (count > region->requests[slot].max_output - out)
+    uint32_t room = region->requests[slot].max_output;
+    if (room > region->geometry.max_output)
+        room = region->geometry.max_output;
+    if (out > room || count > room - out)
         return DP_OVERFLOW;
     uint32_t *ids_out = dp_output(region, slot) + out;
     for (uint32_t i = 0; i < count; i++)
@@ -225,9 +260,12 @@ int dp_emit(struct dp_region *region, uint32_t slot, uint64_t generation, const 
 }
 
 int dp_finish(struct dp_region *region, uint32_t slot, uint64_t generation, uint32_t reason) {
+    int state = foresee(&region->states[slot], generation, DP_FINISH);
+    if (state < 0)
+        return state;
     region->requests[slot].finish_reason = reason;
     uint64_t replaced = 0;
-    int state = apply(&region->states[slot], generation, DP_FINISH, &replaced);
+    state = apply(&region->states[slot], generation, DP_FINISH, &replaced);
     if (state == DP_DONE)
         wake_listener(region, owner_of(replaced));
     return state;
@@ -240,7 +278,7 @@ int dp_is_cancelled(struct dp_region *region, uint32_t slot, uint64_t generation
     return state_of(seen) == DP_CANCELLING;
 }
 
-/* Listener: what came out ------------------------------------------------------------------------ */
+/* Listener: what came out ---------------------------------------------------------------------- */
 
 static bool refresh(struct dp_region *region, struct dp_watch *watch) {
     uint64_t word = dp_load_acquire(&region->states[watch->slot]);
@@ -266,7 +304,7 @@ uint32_t dp_poll(struct dp_region *region, struct dp_watch *watches, uint32_t n,
     return found;
 }
 
-/* Sleep and wake --------------------------------------------------------------------------------- */
+/* Sleep and wake ------------------------------------------------------------------------------- */
 
 static void drain(int fd) {
     uint64_t rung;
@@ -286,6 +324,9 @@ int dp_listener_sleep(struct dp_region *region, uint32_t owner, struct dp_watch 
 
 void dp_listener_wake(struct dp_region *region, uint32_t owner) {
     dp_store_flag(&region->header->listener_sleeping[owner - 1].value, 0);
+}
+
+void dp_listener_drain(struct dp_region *region, uint32_t owner) {
     drain(region->outputs[owner - 1]);
 }
 

@@ -47,7 +47,8 @@ enum dp_status {
     DP_STALE = -2,    /* the handle's generation is over; nothing was changed */
     DP_FULL = -3,     /* every slot of the range was seen taken during the probe */
     DP_OVERFLOW = -4, /* more ids than were declared, or more output than the request allows */
-    DP_BAD_TOKEN = -5 /* an id outside the vocabulary; dp_writer says which */
+    DP_BAD_TOKEN = -5, /* an id outside the vocabulary; dp_writer says which */
+    DP_SHORT = -6      /* the body ended before its declared ids were there */
 };
 
 /* Why an answer ended. ERROR never reaches the wire as a reason: it is a reset (code 2). */
@@ -97,6 +98,11 @@ int dp_claim(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t 
  * Rings nobody; the verbs below do. */
 int dp_apply(struct dp_region *region, uint32_t slot, uint64_t generation, int event);
 
+/* Write what a request states into a slot that is held in WRITING. */
+void dp_describe(struct dp_region *region, uint32_t slot, uint64_t request_id, uint32_t n_tokens,
+                 uint32_t max_output, float temperature, float top_p, uint32_t top_k,
+                 uint32_t seed);
+
 /* Listener's verbs. Publish stamps published_ns (returned through *at_ns when that is not NULL). */
 int dp_publish(struct dp_region *region, uint32_t slot, uint64_t generation, int64_t *at_ns);
 int dp_cancel(struct dp_region *region, uint32_t slot, uint64_t generation);
@@ -127,10 +133,12 @@ struct dp_watch {
 uint32_t dp_poll(struct dp_region *region, struct dp_watch *watches, uint32_t n, uint32_t *changed);
 
 /* Sleep/wake, listener's side: dp_listener_sleep says "I am about to block" and answers whether
- * something changed meanwhile (then do not block); dp_listener_wake ends it and drains the eventfd. */
+ * something changed meanwhile (then do not block); dp_listener_wake ends it. dp_listener_drain reads
+ * the eventfd once it was seen readable. */
 int dp_listener_sleep(struct dp_region *region, uint32_t owner, struct dp_watch *watches,
                       uint32_t n);
 void dp_listener_wake(struct dp_region *region, uint32_t owner);
+void dp_listener_drain(struct dp_region *region, uint32_t owner);
 
 /* Runtime's side: block until a slot is READY or CANCELLING, `cancel_fd` is readable, or the time is
  * over (timeout_ms < 0: none). With spin_us > 0 it looks that long before it blocks. 1 when there is

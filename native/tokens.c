@@ -49,8 +49,8 @@ static int store(struct dp_region *region, uint32_t slot, const uint8_t *from, u
     struct dp_writer *writer = &region->writers[slot];
     int32_t *to = dp_prompt(region, slot) + writer->written;
     uint32_t vocab = region->geometry.vocab_size;
-    uint32_t bad = writer->width == 4 ? store_u32(to, from, count, vocab)
-                                      : store_u16(to, from, count, vocab);
+    uint32_t bad =
+        writer->width == 4 ? store_u32(to, from, count, vocab) : store_u16(to, from, count, vocab);
     if (bad)
         return say_bad(writer, to, count, vocab);
     writer->written += count;
@@ -94,4 +94,29 @@ int dp_write(struct dp_region *region, uint32_t slot, const uint8_t *body, size_
 int dp_write_complete(struct dp_region *region, uint32_t slot) {
     const struct dp_writer *writer = &region->writers[slot];
     return writer->written == writer->n_tokens && !writer->partial_bytes;
+}
+
+int dp_admit(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t count,
+             uint32_t start, uint32_t probes, uint64_t request_id, uint32_t n_tokens, uint32_t width,
+             uint32_t max_output, float temperature, float top_p, uint32_t top_k, uint32_t seed,
+             struct dp_claimed *out) {
+    int status = dp_claim(region, owner, first, count, start, probes, out);
+    if (status != DP_OK)
+        return status;
+    dp_describe(region, out->slot, request_id, n_tokens, max_output, temperature, top_p, top_k,
+                seed);
+    dp_write_begin(region, out->slot, n_tokens, width);
+    return DP_OK;
+}
+
+int64_t dp_submit(struct dp_region *region, uint32_t slot, uint64_t generation,
+                  const uint8_t *body, size_t offset, size_t len) {
+    int status = dp_write(region, slot, body, offset, len);
+    if (status != DP_OK)
+        return status;
+    if (!dp_write_complete(region, slot))
+        return DP_SHORT;
+    int64_t at_ns = 0;
+    status = dp_publish(region, slot, generation, &at_ns);
+    return status < 0 ? status : at_ns;
 }

@@ -50,7 +50,9 @@ struct dp_udp *dp_udp_new(int fd) {
     return udp;
 }
 
-void dp_udp_free(struct dp_udp *udp) { free(udp); }
+void dp_udp_free(struct dp_udp *udp) {
+    free(udp);
+}
 
 int dp_udp_prepare(struct dp_udp *udp) {
     const int on = 1;
@@ -65,7 +67,7 @@ int dp_udp_prepare(struct dp_udp *udp) {
     return failed < 0 ? -errno : 0;
 }
 
-/* Receive ---------------------------------------------------------------------------------------- */
+/* Receive -------------------------------------------------------------------------------------- */
 
 static void read_control(struct msghdr *message, struct dp_datagram *datagram) {
     datagram->received_ns = 0;
@@ -124,7 +126,7 @@ struct dp_datagram *dp_udp_datagram(struct dp_udp *udp, uint32_t index) {
     return &udp->received[index];
 }
 
-/* Send ------------------------------------------------------------------------------------------- */
+/* Send ----------------------------------------------------------------------------------------- */
 
 static socklen_t write_peer(union address *to, const struct dp_path *path) {
     memset(to, 0, sizeof *to);

@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define DP_UDP_BATCH 64
+#define DP_UDP_BATCH    64
 #define DP_UDP_DATAGRAM 2048
 
 /* Both ends of a path, as bytes that can be compared, hashed and handed back. IPv4 addresses fill
@@ -41,7 +41,8 @@ int dp_udp_receive(struct dp_udp *udp);
 struct dp_datagram *dp_udp_datagram(struct dp_udp *udp, uint32_t index);
 /* Add one datagram to the batch to send; a full batch goes out first. 0, or -EMSGSIZE. */
 int dp_udp_queue(struct dp_udp *udp, const uint8_t *data, size_t length, const uint8_t *path);
-/* Send the batch. How many the kernel did not take (they are dropped: the transport repeats them). */
+/* Send the batch. How many the kernel did not take (they are dropped: the transport repeats them).
+ */
 int dp_udp_flush(struct dp_udp *udp);
 
 #endif

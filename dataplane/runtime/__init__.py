@@ -3,7 +3,8 @@
 ```python
 from dataplane.runtime import Finish, Manifest, attach
 
-with attach("runtime.sock", Manifest(model="mine", slots=4, context=1024, max_output=256, vocab_size=32000)) as runtime:
+with attach("runtime.sock", Manifest(model="mine", slots=4, context=1024, max_output=256,
+vocab_size=32000)) as runtime:
     runtime.ready()
     while True:
         for request in runtime.take():

@@ -1,9 +1,10 @@
 """Attach, take, read, emit, finish: an engine's side of the slots.
 
-Rules that hold here (contracts 1 and 2): a taken request's prompt is read where it lies; ids are emitted in order and never
-beyond the request's `max_output`; the engine applies stop ids itself and does not emit them; after `finish` the request
-is over and its array must not be read. Every call is safe at any time: one on a request that ended answers
-that it did. The pulse that says "ready" and "alive" is a C thread, so a busy interpreter does not miss it.
+Rules that hold here (contracts 1 and 2): a taken request's prompt is read where it lies; ids are
+emitted in order and never beyond the request's `max_output`; the engine applies stop ids itself and
+does not emit them; after `finish` the request is over and its array must not be read. Every call is
+safe at any time: one on a request that ended answers that it did. The pulse that says "ready" and
+"alive" is a C thread, so a busy interpreter does not miss it.
 """
 
 import contextlib
@@ -41,8 +42,8 @@ class Taken:
     """
 
     __slots__ = (
-        "_native", "_runtime", "address", "finished", "generation", "max_output", "request_id", "seed",
-        "slot", "temperature", "tokens", "top_k", "top_p",
+        "_native", "_runtime", "address", "finished", "generation", "max_output", "request_id",
+        "seed", "slot", "temperature", "tokens", "top_k", "top_p",
     )  # fmt: skip
 
     def __init__(self, runtime: "Runtime", native: Any) -> None:
@@ -77,7 +78,11 @@ class Taken:
         """
         array = np.ascontiguousarray(ids, dtype=np.int32)
         status: int = lib.dp_emit(
-            self._native, self.slot, self.generation, ffi.from_buffer("int32_t[]", array), array.size
+            self._native,
+            self.slot,
+            self.generation,
+            ffi.from_buffer("int32_t[]", array),
+            array.size,
         )
         if status == OVERFLOW:
             raise DataplaneError(
@@ -111,7 +116,7 @@ class Runtime:
         self._batch = ffi.new("struct dp_taken[]", manifest.slots)
 
     def ready(self) -> None:
-        """Say that everything is allocated and warm: the daemon serves from the first heartbeat on."""
+        """Say that everything is allocated and warm: the first heartbeat opens the daemon."""
         failed: int = lib.dp_ready(self._native)
         if failed:
             raise AttachError(f"the heartbeat cannot start: {os.strerror(failed)}")
@@ -156,7 +161,7 @@ class Runtime:
         self.detach()
 
     def detach(self) -> None:
-        """Leave: the daemon ends what is in flight. The mapping stays until the last array is gone."""
+        """Leave: the daemon ends what is in flight. The mapping stays until the last array goes."""
         lib.dp_leave(self._native)
 
 
@@ -181,7 +186,8 @@ def attach(
         tokenizer: A tokenizer.json to hand over, or None.
 
     Raises:
-        AttachError: Nobody listens, the daemon refused (the text says why), or the region is not as agreed.
+        AttachError: Nobody listens, the daemon refused (the text says why), or the region is not as
+        agreed.
     """
     fd = -1
     with contextlib.ExitStack() as stack:

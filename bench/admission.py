@@ -1,0 +1,122 @@
+"""What admission costs on top of the transport: `python -m bench.admission`.
+
+Server CPU a request of the daemon (`null` runtime: parse, claim, id check, write, publish, verdict) against a bare aioquic
+echo with the same request and answer sizes, both under the same load, turn about, in one run. The target is a ratio of at most
+1.3. Also the daemon's memory between its 10,000th and its last request.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import struct
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from bench import bare_echo
+from bench.load import Load
+from bench.measure import CLIENT_CORE, cpu_ns, pin, process, rss_bytes
+from dataplane import prompt1
+from dataplane.identity import load_identity
+
+ANSWER_BYTES = prompt1.VERDICT_BYTES + 4 + prompt1.TRAILER_BYTES
+SLOTS = 64
+TARGET = 1.3
+
+
+def request_bytes(tokens: int) -> bytes:
+    """Return a whole `prompt/1` request."""
+    header = prompt1.encode_request(prompt1.Request(tokens))
+    return header + struct.pack(f"<{tokens}I", *(i % 50_000 for i in range(tokens)))
+
+
+def measure(load: Load, pid: int, requests: int, streams: int) -> float:
+    """Return the server's CPU a request in µs over one round."""
+    before = cpu_ns(pid)
+    outcome = load.run(requests, streams)
+    spent = cpu_ns(pid) - before
+    if outcome.failed or outcome.answer_bytes != requests * ANSWER_BYTES:
+        raise RuntimeError(f"not every request was answered with 200: {outcome}")
+    return spent / requests / 1000
+
+
+def compare(options: argparse.Namespace, directory: str, progress: Progress) -> dict[str, object]:
+    """Run both servers side by side, a round each in turn."""
+    request = request_bytes(options.tokens)
+    state = Path(directory)
+    identity = load_identity(state, "localhost")
+    bare = ["-m", "bench.bare_echo", f"--cert={identity.cert}", f"--key={identity.key}"]
+    bare.append(f"--answer-bytes={ANSWER_BYTES}")
+    daemon = ["-m", "dataplane", "serve", "--runtime=null", "--listen=localhost:0"]
+    daemon += ["--admin=localhost:0", f"--state-dir={state}", f"--vocab-size={50_000}"]
+    daemon += [f"--slots={SLOTS}", f"--max-writing={SLOTS}", f"--context={max(1024, options.tokens)}"]
+    rounds = progress.add_task("rounds", total=options.rounds * 2 + 1)
+    costs: dict[str, list[float]] = {"bare": [], "dataplane": []}
+    with process(bare) as (bare_pid, bare_port), process(daemon) as (pid, ready):
+        found = re.search(r"quic=127\.0\.0\.1:(\d+)", ready)
+        assert found, ready
+        loads = {
+            "bare": (Load(("127.0.0.1", int(bare_port)), bare_echo.ALPN, request), bare_pid),
+            "dataplane": (Load(("127.0.0.1", int(found[1])), prompt1.ALPN, request), pid),
+        }
+        for load, server in loads.values():
+            load.connect()
+            measure(load, server, 2000, options.streams)
+        progress.advance(rounds)
+        rss_first = rss_last = 0
+        done = 2000
+        for _ in range(options.rounds):
+            for name, (load, server) in loads.items():
+                costs[name].append(measure(load, server, options.requests, options.streams))
+                progress.advance(rounds)
+            done += options.requests
+            rss_last = rss_bytes(pid)
+            if done >= 10_000 and not rss_first:
+                rss_first = rss_last
+        for load, _ in loads.values():
+            load.close()
+    medians = {name: statistics.median(values) for name, values in costs.items()}
+    return {
+        "tokens": options.tokens,
+        "streams": options.streams,
+        "requests": done,
+        "server_cpu_us": {name: round(value, 2) for name, value in medians.items()},
+        "ratio": round(medians["dataplane"] / medians["bare"], 3),
+        "target": TARGET,
+        "rss_bytes": rss_last,
+        "rss_growth_bytes": rss_last - rss_first,
+    }
+
+
+def main() -> int:
+    """Measure, print; 1 when the ratio is above the target."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=5000, help="a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    pin(CLIENT_CORE)
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
+        result = compare(options, directory, progress)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        cpu = result["server_cpu_us"]
+        assert isinstance(cpu, dict)
+        print(f"server CPU a request: bare {cpu['bare']} µs, dataplane {cpu['dataplane']} µs")
+        print(f"ratio {result['ratio']} (target: at most {TARGET})")
+        print(f"memory grew by {result['rss_growth_bytes']} bytes over {result['requests']} requests")
+    ratio = result["ratio"]
+    assert isinstance(ratio, float)
+    return 0 if ratio <= TARGET else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,418 @@
+"""The daemon's side of an attachment (contract 2): handshake, pulse, end.
+
+A region lives as long as one attachment. The runtime states its manifest, the daemon makes the
+region and passes it; then the
+socket is only watched: end of file means detached. Two words in the region are the runtime's pulse;
+this module reads them, and drops a runtime that falls silent. It trusts nothing that came over the
+socket or lies in the region.
+"""
+
+import array
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dataplane._native import lib
+from dataplane.errors import AttachError
+from dataplane.manifest import ABI, LINE_MAX, Manifest, decode_manifest
+from dataplane.region import Region, create_region
+
+_log = logging.getLogger("dataplane.attach")
+
+HEARTBEAT_MS = 500
+READY_WITHIN_S = 120.0
+SILENT_RED_S = 2.0
+SILENT_DROP_S = 10.0
+HANDSHAKE_S = 5.0
+TOKENIZER_MAX = 256 << 20
+_FDS_MAX = 4
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: struct ucred
+
+
+class Attachment:
+    """One runtime, from its manifest to its end.
+
+    Attributes:
+        number: Names it in handles; counts from 1.
+        ready: Whether the first heartbeat was seen.
+        doorbell, output: The eventfds of the runtime and of listener 1.
+    """
+
+    def __init__(
+        self, number: int, manifest: Manifest, region: Region, tokenizer: bytes | None, pid: int
+    ) -> None:
+        self.number = number
+        self.manifest = manifest
+        self.region = region
+        self.tokenizer = tokenizer
+        self.pid = pid
+        self.ready = False
+        self.doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.output = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        region.native.doorbell = self.doorbell
+        region.native.outputs[0] = self.output
+        self._started = time.monotonic()
+        self._beat = self._step = 0
+        self._beat_at = self._step_at = self._started
+
+    def fds(self) -> list[int]:
+        """Return what the runtime is passed, in the contract's order."""
+        return [self.region.fd, self.doorbell, self.output]
+
+    def close(self) -> None:
+        """Close the eventfds; verbs that are late ring nobody."""
+        for fd in (self.doorbell, self.output):
+            os.close(fd)
+        self.region.native.doorbell = -1
+        self.region.native.outputs[0] = -1
+
+    def silent_s(self, now: float) -> float:
+        """Return how long the heartbeat has stood still."""
+        return now - self._beat_at
+
+    def examine(self, now: float) -> str | None:
+        """Read the pulse; return why the runtime has to be dropped, or None."""
+        header = self.region.native.header
+        beat, step = header.heartbeat.value, header.step.value
+        if beat != self._beat:
+            self._beat, self._beat_at = beat, now
+            self.ready = True
+        if step != self._step or not self._is_working():
+            self._step, self._step_at = step, now
+        if not self.ready:
+            if now - self._started > READY_WITHIN_S:
+                return f"it was not ready within {READY_WITHIN_S:.0f} s"
+            return None
+        if self.silent_s(now) > SILENT_DROP_S:
+            return f"its heartbeat stood still for {SILENT_DROP_S:.0f} s"
+        if (now - self._step_at) * 1000 > self.manifest.max_step_ms:
+            return f"no step for {self.manifest.max_step_ms} ms with work in its slots"
+        return None
+
+    def _is_working(self) -> bool:
+        """Whether a slot waits on the runtime: READY, RUNNING or CANCELLING."""
+        states = self.region.native.states
+        waiting = (lib.DP_READY, lib.DP_RUNNING, lib.DP_CANCELLING)
+        return any(states[i] & lib.DP_STATE_MASK in waiting for i in range(self.region.slots))
+
+
+class AttachServer:
+    """The Unix socket that runtimes attach to; one at a time.
+
+    Args:
+        path: Where to listen; made with mode 0600.
+        on_ready: Called when an attachment serves from now on.
+        on_drop: Called with an attachment that was ready and why it ended, before its region goes.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        on_ready: Callable[[Attachment], None],
+        on_drop: Callable[[Attachment, str], None],
+    ) -> None:
+        self.path = path
+        self.current: Attachment | None = None
+        self._on_ready = on_ready
+        self._on_drop = on_drop
+        self._announced = False
+        self._number = 0
+        self._socket: socket.socket | None = None
+        self._runtime: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            AttachError: Another daemon listens there, or the path cannot be used.
+        """
+        self._socket = listen_unix(self.path)
+        self._spawn(self._accept())
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Let the runtime go and remove the socket."""
+        self.drop("the daemon ended")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket:
+            self._socket.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._socket is not None
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+            except OSError as error:
+                _log.error("accepting a runtime failed: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            connection.setblocking(False)
+            self._spawn(self._greet(connection))
+
+    async def _greet(self, connection: socket.socket) -> None:
+        """One handshake; whatever goes wrong in it is answered and closes this connection only."""
+        fds: list[int] = []
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                pid = check_peer(connection)
+                line = await _read_line(connection, fds)
+                attachment = self._admit(line, fds, pid)
+            reply = msgspec.json.encode(
+                {
+                    "abi": ABI,
+                    "attachment": attachment.number,
+                    "region_bytes": attachment.region.bytes,
+                    "heartbeat_ms": HEARTBEAT_MS,
+                }
+            )
+            socket.send_fds(connection, [reply + b"\n"], attachment.fds())
+            attachment.region.close_fd()
+        except TimeoutError:
+            _refuse(connection, f"no whole line within {HANDSHAKE_S:.0f} s")
+            return
+        except AttachError as error:
+            _refuse(connection, str(error))
+            return
+        except OSError as error:
+            self._withdraw()
+            _refuse(connection, f"the handshake failed: {error}")
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        await self._follow(attachment, connection)
+
+    def _withdraw(self) -> None:
+        """The runtime vanished before it had its region."""
+        if self.current is not None and self._runtime is None:
+            self.current.close()
+            self.current = None
+
+    def _admit(self, line: bytes, fds: list[int], pid: int) -> Attachment:
+        if not line:
+            raise AttachError("the connection ended before a line")
+        manifest = decode_manifest(line)
+        if self.current is not None:
+            raise AttachError(
+                f"partition {manifest.partition!r} has a runtime already"
+                f" (attachment {self.current.number}, process {self.current.pid})"
+            )
+        if manifest.partition != "default":
+            raise AttachError(f"there is no partition {manifest.partition!r}, only 'default'")
+        if manifest.table != "host":
+            raise AttachError('this daemon has no device table: attach with "table": "host"')
+        tokenizer = read_tokenizer(manifest, fds)
+        self._number += 1
+        region = create_region(manifest, self._number, listeners=1)
+        self.current = Attachment(self._number, manifest, region, tokenizer, pid)
+        self._announced = False
+        _log.info(
+            "runtime %s attached (process %d): %d slots x %d tokens, %.1f MiB",
+            manifest.model, pid, manifest.slots, manifest.context, region.bytes / 2**20,
+        )  # fmt: skip
+        return self.current
+
+    async def _follow(self, attachment: Attachment, connection: socket.socket) -> None:
+        """Watch the pulse and the socket until one of them ends the attachment."""
+        self._runtime = connection
+        loop = asyncio.get_running_loop()
+        closed = loop.create_future()
+        loop.add_reader(connection, _settle, closed)
+        try:
+            while self.current is attachment:
+                await asyncio.wait([closed], timeout=HEARTBEAT_MS / 2000)
+                if self.current is not attachment:
+                    break
+                why = attachment.examine(time.monotonic())
+                if attachment.ready and not self._announced and why is None:
+                    self._announced = True
+                    self._on_ready(attachment)
+                if why is None and closed.done():
+                    why = "the runtime closed the attachment"
+                if why is not None:
+                    self.drop(why)
+        finally:
+            loop.remove_reader(connection)
+            connection.close()
+            if self._runtime is connection:
+                self._runtime = None
+
+    def drop(self, why: str) -> None:
+        """End the current attachment."""
+        attachment, self.current = self.current, None
+        if attachment is None:
+            return
+        _log.warning("attachment %d ended: %s", attachment.number, why)
+        if self._announced:
+            self._announced = False
+            self._on_drop(attachment, why)
+        if self._runtime is not None:
+            with contextlib.suppress(OSError):
+                self._runtime.shutdown(socket.SHUT_RDWR)
+        attachment.close()
+
+    def is_responsive(self) -> bool:
+        """Whether a ready runtime's heartbeat is fresh: what `/readyz` says."""
+        current = self.current
+        return (
+            current is not None
+            and current.ready
+            and current.silent_s(time.monotonic()) <= SILENT_RED_S
+        )
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    """The runtime's socket is readable: it ended, or said something where nothing is to be said."""
+    if not future.done():
+        future.set_result(None)
+
+
+def listen_unix(path: str) -> socket.socket:
+    """Bind a Unix socket of mode 0600, taking the place of one that nobody listens on any more."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    old = os.umask(0o177)
+    try:
+        try:
+            sock.bind(path)
+        except OSError as error:
+            if not _is_stale(path):
+                raise AttachError(f"--socket: {path} cannot be used: {error.strerror}") from error
+            os.unlink(path)
+            sock.bind(path)
+        sock.listen(8)
+    except OSError as error:
+        sock.close()
+        raise AttachError(f"--socket: {path} cannot be used: {error.strerror}") from error
+    except AttachError:
+        sock.close()
+        raise
+    finally:
+        os.umask(old)
+    return sock
+
+
+def _is_stale(path: str) -> bool:
+    """Whether a socket file is there that nobody answers on (a daemon that was killed left it)."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+    except OSError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def check_peer(connection: socket.socket) -> int:
+    """Return the peer's process number; another user is refused.
+
+    Raises:
+        AttachError: The peer's user is not the daemon's.
+    """
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
+    )
+    pid, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+    if uid != os.getuid():
+        raise AttachError(f"user {uid} may not attach; the daemon is user {os.getuid()}'s")
+    return int(pid)
+
+
+async def _read_line(connection: socket.socket, fds: list[int]) -> bytes:
+    """Read up to a newline, adding descriptors that come along to `fds`; empty at end of file."""
+    data = bytearray()
+    while b"\n" not in data:
+        if len(data) >= LINE_MAX:
+            raise AttachError(f"the line is longer than {LINE_MAX} bytes")
+        part = await _receive(connection, LINE_MAX - len(data), fds)
+        if not part:
+            if data:
+                raise AttachError("the connection ended inside the line")
+            return b""
+        data += part
+    line, _, rest = bytes(data).partition(b"\n")
+    if rest:
+        raise AttachError("there are bytes behind the line")
+    return line
+
+
+async def _receive(connection: socket.socket, size: int, fds: list[int]) -> bytes:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            data, ancillary, flags, _ = connection.recvmsg(
+                size,
+                socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize),
+                socket.MSG_CMSG_CLOEXEC,
+            )
+        except BlockingIOError:
+            readable = loop.create_future()
+            loop.add_reader(connection, _settle, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(connection)
+            continue
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+                fds.extend(received)
+        if flags & socket.MSG_CTRUNC or len(fds) > 1:
+            raise AttachError("more descriptors than the tokeniser's one")
+        return data
+
+
+def read_tokenizer(manifest: Manifest, fds: list[int]) -> bytes | None:
+    """Read the tokenizer.json that came with a manifest, and hold it against its hash."""
+    if not fds:
+        if manifest.tokenizer_sha256 is not None:
+            raise AttachError("the manifest has a tokenizer_sha256 but no descriptor came with it")
+        return None
+    if manifest.tokenizer_sha256 is None:
+        raise AttachError("a descriptor came, but the manifest has no tokenizer_sha256")
+    status = os.fstat(fds[0])
+    if not stat.S_ISREG(status.st_mode) or not 0 < status.st_size <= TOKENIZER_MAX:
+        raise AttachError(f"the tokeniser must be a file of 1 to {TOKENIZER_MAX} bytes")
+    text = b""
+    while len(text) < status.st_size:
+        part = os.pread(fds[0], status.st_size - len(text), len(text))
+        if not part:
+            break
+        text += part
+    if hashlib.sha256(text).hexdigest() != manifest.tokenizer_sha256:
+        raise AttachError("the tokeniser's bytes do not match tokenizer_sha256")
+    return text
+
+
+def _refuse(connection: socket.socket, why: str) -> None:
+    _log.warning("a runtime was refused: %s", why)
+    with contextlib.suppress(OSError):
+        connection.send(msgspec.json.encode({"error": why}) + b"\n")
+    connection.close()

@@ -1,0 +1,243 @@
+"""One QUIC connection, guarded: whatever goes wrong in it ends it and nothing else.
+
+Wraps aioquic's sans-IO connection: datagrams and times come in, stream events go to the front that
+the ALPN chose, and what there is to send is asked for once a pass. Never touches a socket.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from aioquic.quic.connection import QuicConnection
+from aioquic.quic.events import (
+    ConnectionIdIssued,
+    ConnectionIdRetired,
+    ConnectionTerminated,
+    HandshakeCompleted,
+    StopSendingReceived,
+    StreamDataReceived,
+    StreamReset,
+)
+from aioquic.quic.packet import QuicErrorCode
+
+from dataplane import quic as private
+
+_log = logging.getLogger("dataplane.connection")
+
+BUFFER_LIMIT = 4 << 20
+"""Bytes of answers that may wait for one connection's reader before its answers are broken off."""
+
+
+class StreamFront(Protocol):
+    """What a connection tells a front (`dataplane.fronts`)."""
+
+    def opened(self, connection: Any) -> None: ...
+    def stream_data(
+        self, connection: Any, stream_id: int, data: bytes, fin: bool, at_ns: int
+    ) -> None: ...
+    def stream_reset(self, connection: Any, stream_id: int) -> None: ...
+    def stop_sending(self, connection: Any, stream_id: int) -> None: ...
+    def left(self, connection: Any) -> None: ...
+
+
+class Owner(Protocol):
+    """What a connection tells the listener."""
+
+    fronts: dict[str, StreamFront]
+
+    def cid_issued(self, connection: "Connection", cid: bytes) -> None: ...
+    def cid_retired(self, connection: "Connection", cid: bytes) -> None: ...
+    def touched(self, connection: "Connection") -> None: ...
+
+
+class Connection:
+    """A connection of a listener.
+
+    Attributes:
+        streams: The front's state by stream.
+        writing: Slots held in WRITING, counted by ingress.
+        cids: Under which the listener routes to it.
+        established: Whether the handshake is complete.
+        gone: Whether it is over for the front: what it held was given back.
+        dirty: Whether it waits to transmit in this pass.
+        timer_at: The earliest entry of it in the listener's timer heap.
+    """
+
+    # fmt: off
+    __slots__ = (
+        "_buffered", "_events", "_owner", "cids", "dirty", "ended", "established", "extra",
+        "front", "gone", "quic", "socket", "streams", "timer_at", "writing",
+    )
+    # fmt: on
+
+    def __init__(self, quic: QuicConnection, owner: Owner, socket: Any) -> None:
+        self.quic = quic
+        self.socket = socket
+        self.front: StreamFront | None = None
+        self.streams: dict[int, Any] = {}
+        self.cids: set[bytes] = set()
+        self.writing = 0
+        self.established = self.gone = self.ended = self.dirty = False
+        self.timer_at: float | None = None
+        self.extra: Any = None
+        self._owner = owner
+        self._events = private.events_of(quic)
+        self._buffered = 0
+
+    # In.
+
+    def receive(self, data: bytes, path: bytes, now: float, at_ns: int) -> None:
+        """Take a datagram that the kernel received at `at_ns` and act on what it says."""
+        try:
+            self.quic.receive_datagram(data, path, now)
+            if self._events:
+                self._handle_events(at_ns)
+            if not self.gone and private.is_closing(self.quic):
+                self._leave()
+        except Exception as error:
+            self._break(error)
+
+    def handle_timer(self, now: float) -> None:
+        """Let the connection's timer fire."""
+        try:
+            self.quic.handle_timer(now)
+            self._handle_events(0)
+        except Exception as error:
+            self._break(error)
+
+    def _handle_events(self, at_ns: int) -> None:
+        events = self._events
+        while events:
+            event = events.popleft()
+            kind = event.__class__
+            if kind is StreamDataReceived:
+                if self.front is not None and not self.gone:
+                    self.front.stream_data(
+                        self, event.stream_id, event.data, event.end_stream, at_ns
+                    )
+            else:
+                handler = _HANDLERS.get(kind)
+                if handler:
+                    handler(self, event)
+
+    def _handshake_completed(self, event: HandshakeCompleted) -> None:
+        self.established = True
+        self.front = self._owner.fronts[event.alpn_protocol or ""]
+        self.front.opened(self)
+
+    def _stream_reset(self, event: StreamReset) -> None:
+        if self.front is not None and not self.gone:
+            self.front.stream_reset(self, event.stream_id)
+
+    def _stop_sending(self, event: StopSendingReceived) -> None:
+        if self.front is not None and not self.gone:
+            self.front.stop_sending(self, event.stream_id)
+
+    def _cid_issued(self, event: ConnectionIdIssued) -> None:
+        self._owner.cid_issued(self, event.connection_id)
+
+    def _cid_retired(self, event: ConnectionIdRetired) -> None:
+        self._owner.cid_retired(self, event.connection_id)
+
+    def _terminated(self, event: ConnectionTerminated) -> None:
+        self._leave()
+        self.ended = True
+
+    def _leave(self) -> None:
+        if not self.gone:
+            self.gone = True
+            if self.front is not None:
+                self.front.left(self)
+
+    def _break(self, error: Exception) -> None:
+        """Something raised that should not have: this connection ends, its slots go back."""
+        _log.error("a connection failed and was closed: %s", error, exc_info=error)
+        self.abandon(QuicErrorCode.INTERNAL_ERROR, "internal error")
+
+    # Out.
+
+    def send(self, stream_id: int, data: bytes, fin: bool) -> None:
+        """Queue stream data; it is dropped when the peer stopped this stream meanwhile."""
+        try:
+            self.quic.send_stream_data(stream_id, data, fin)
+        except RuntimeError:
+            # The peer's STOP_SENDING came in the same packet as what is answered here.
+            return
+        except Exception as error:
+            self._break(error)
+        self._buffered += len(data)
+        if not self.dirty:
+            self._owner.touched(self)
+
+    def reset(self, stream_id: int, code: int) -> None:
+        """Break off what is sent on a stream."""
+        try:
+            self.quic.reset_stream(stream_id, code)
+        except Exception as error:
+            self._break(error)
+        self._owner.touched(self)
+
+    def stop(self, stream_id: int, code: int) -> None:
+        """Ask the peer to stop sending on a stream."""
+        try:
+            self.quic.stop_stream(stream_id, code)
+        except ValueError:
+            return  # The stream is gone already.
+        self._owner.touched(self)
+
+    def overfull(self) -> bool:
+        """Whether more waits for this connection's reader than may.
+
+        The running sum only grows, so the true figure is counted when the sum passes the limit.
+        """
+        if self._buffered <= BUFFER_LIMIT:
+            return False
+        self._buffered = private.buffered(self.quic)
+        return self._buffered > BUFFER_LIMIT
+
+    def close(self, code: int, reason: str) -> None:
+        """Close in order: the peer is told."""
+        self._leave()
+        self.quic.close(error_code=code, reason_phrase=reason)
+        self._owner.touched(self)
+
+    def abandon(self, code: int, reason: str) -> None:
+        """Close after a failure: tell the peer if that still works, and keep nothing."""
+        if self.ended:
+            return
+        try:
+            self._leave()
+        except Exception as error:
+            _log.error("giving back the slots of a failed connection failed: %s", error)
+        try:
+            self.quic.close(error_code=code, reason_phrase=reason)
+        except Exception as error:
+            _log.error("closing a failed connection failed: %s", error)
+        self.ended = True
+        self._owner.touched(self)
+
+    def transmit(self, now: float, queue: Callable[[bytes, bytes], None]) -> float | None:
+        """Hand every datagram that is due to `queue`; return when the timer is due."""
+        try:
+            if not self.established and self.quic.get_peer_address() is None:
+                self.ended = True  # Its first datagram could not be decrypted: nobody is there.
+                return None
+            for data, path in self.quic.datagrams_to_send(now):
+                queue(data, path)
+            # aioquic may have queued events of its own while it built packets.
+            if self._events:
+                self._handle_events(0)
+            return None if self.ended else self.quic.get_timer()
+        except Exception as error:
+            self._break(error)
+            return None
+
+
+_HANDLERS: dict[type, Callable[[Connection, Any], None]] = {
+    HandshakeCompleted: Connection._handshake_completed,
+    StreamReset: Connection._stream_reset,
+    StopSendingReceived: Connection._stop_sending,
+    ConnectionIdIssued: Connection._cid_issued,
+    ConnectionIdRetired: Connection._cid_retired,
+    ConnectionTerminated: Connection._terminated,
+}

@@ -1,0 +1,264 @@
+"""The composition root of `dataplane serve`: what runs, how it starts and how it ends."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from aioquic.quic.configuration import QuicConfiguration
+
+from dataplane import prompt1
+from dataplane import quic as private
+from dataplane.admin import AdminServer, Pages
+from dataplane.attach import Attachment, AttachServer
+from dataplane.errors import DataplaneError, Refusal, ResetCode, Status
+from dataplane.fronts.prompt1 import Prompt1
+from dataplane.identity import Identity, load_identity
+from dataplane.ingress import DRAINING, Ingress
+from dataplane.listener import Listener, WakingSelector, bind
+from dataplane.manifest import Manifest
+from dataplane.region import create_region
+from dataplane.stats import Stats
+from dataplane.supervise import Supervisor
+from dataplane.table import HostTable
+
+if TYPE_CHECKING:
+    from dataplane.config import ServeConfig
+
+_log = logging.getLogger("dataplane")
+
+_DRAIN_LOOK_S = 0.02
+
+
+class Daemon:
+    """One daemon: packet loop, attachment, admin port and the bundled runtime's supervision."""
+
+    def __init__(self, config: "ServeConfig", identity: Identity) -> None:
+        self.config = config
+        self.identity = identity
+        self.stats = Stats()
+        self.ingress = Ingress(self.stats, config.body_timeout, config.max_writing)
+        self.listener = Listener(
+            _transport(config, identity),
+            self.ingress,
+            {prompt1.ALPN: Prompt1(self.ingress)},
+            config.max_connections,
+            config.handshake_timeout,
+        )
+        self.attachments = AttachServer(str(config.socket), self._attached, self._dropped)
+        self.ingress.egress.on_broken = self._broken
+        null = config.runtime == "null"
+        self.admin = AdminServer(Pages(self.stats, None if null else self.attachments, self.status))
+        self.supervisor: Supervisor | None = None
+        self.draining = False
+        self._serving = asyncio.Event()
+        self._failed: DataplaneError | None = None
+        self._ending = asyncio.Event()
+        self._now = asyncio.Event()
+
+    def status(self) -> str:
+        """Return what `/health` says: ok, draining or no runtime."""
+        if self.draining:
+            return "draining"
+        return "ok" if self.ingress.table is not None else "no runtime"
+
+    # The runtime comes and goes.
+
+    def _attached(self, attachment: Attachment) -> None:
+        table = HostTable(attachment.region)
+        self.ingress.attach(table)
+        self.listener.watch_output(attachment.output)
+        if self.supervisor:
+            self.supervisor.ready()
+        self._serving.set()
+        _log.info("runtime %s is ready", attachment.manifest.model)
+
+    def _dropped(self, attachment: Attachment, why: str) -> None:
+        self.listener.unwatch_output()
+        self.ingress.detach("the runtime is gone; another one is expected")
+        self.listener.finish_pass()
+
+    def _broken(self, rule: str) -> None:
+        """Egress read something that the contract forbids: end the attachment after this pass."""
+        _log.error("the runtime broke a rule: %s", rule)
+        asyncio.get_running_loop().call_soon(self.attachments.drop, f"it broke a rule: {rule}")
+
+    def _runtime_failed(self, status: int) -> None:
+        self._failed = DataplaneError(
+            f"the runtime {self.config.runtime} ended with status {status} before it was ready"
+            " (what it said stands above)"
+        )
+        self._serving.set()
+        self._ending.set()
+
+    # Start.
+
+    async def run(self) -> int:
+        """Serve until a signal; the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        sockets = bind(*self.config.listen)
+        selector = loop._selector  # type: ignore[attr-defined]  # made in serve()
+        try:
+            await self.attachments.start()
+            admin = await self.admin.start(*self.config.admin)
+            self.listener.start(sockets)
+            selector.listener = self.listener
+            self._start_runtime()
+            await self._wait_until_serving()
+            if not self._ending.is_set():
+                self._announce(sockets[0], admin)
+                _settle_collector()
+                await self._ending.wait()
+                await self._drain()
+        finally:
+            await self._stop(sockets)
+            selector.listener = None
+        if self._failed:
+            raise self._failed
+        return 0
+
+    def _start_runtime(self) -> None:
+        config = self.config
+        if config.runtime == "none":
+            self._serving.set()
+        elif config.runtime == "null":
+            manifest = Manifest(
+                model="null",
+                slots=config.slots,
+                context=config.context,
+                max_output=config.max_output,
+                vocab_size=config.vocab_size,
+            )
+            manifest.check()
+            region = create_region(manifest, 1, listeners=1)
+            region.close_fd()
+            self.ingress.attach(HostTable(region), null=True)
+            self._serving.set()
+        else:
+            _log.info("starting the runtime %s", config.runtime)
+            self.supervisor = Supervisor(_runtime_arguments(config), self._runtime_failed)
+            self.supervisor.start()
+
+    async def _wait_until_serving(self) -> None:
+        waits = [
+            asyncio.ensure_future(self._serving.wait()),
+            asyncio.ensure_future(self._ending.wait()),
+        ]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    def _announce(self, sock: socket.socket, admin: tuple[str, int]) -> None:
+        host, port = sock.getsockname()[:2]
+        table = self.ingress.table
+        slots, context = (table.region.slots, table.region.context) if table else (0, 0)
+        print(
+            f"ready quic={_address(host, port)} admin={_address(*admin)}"
+            f" runtime={self.config.runtime} slots={slots} context={context} ca={self.identity.ca}",
+            flush=True,
+        )
+
+    # End.
+
+    def _signalled(self) -> None:
+        """The first signal drains, the second ends at once."""
+        if self._ending.is_set():
+            self._now.set()
+        self._ending.set()
+
+    async def _drain(self) -> None:
+        """Take nothing new, let what is in flight finish up to the time-out."""
+        self.draining = self.ingress.draining = self.listener.draining = True
+        if self.stats.in_flight:
+            _log.info("draining: %d requests are in flight", self.stats.in_flight)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.config.drain_timeout
+        while self.stats.in_flight and loop.time() < until and not self._now.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._now.wait(), _DRAIN_LOOK_S)
+
+    async def _stop(self, sockets: list[socket.socket]) -> None:
+        self.ingress.draining = True
+        self.ingress.end_all(Refusal(Status.UNAVAILABLE, DRAINING, 1000), ResetCode.SHUTTING_DOWN)
+        if self.listener.started:
+            self.listener.finish_pass()
+            self.listener.close_all(0, "shutting down")
+            self.listener.stop()
+        for sock in sockets:
+            sock.close()
+        await self.admin.stop()
+        await self.attachments.stop()
+        if self.supervisor:
+            await self.supervisor.stop()
+
+
+def _settle_collector() -> None:
+    """Keep the garbage collector off the packet loop's way.
+
+    What start-up made is not looked at again. What a request makes is freed by reference counts; the
+    few cycles of a connection's end can wait for a rarer pass.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _runtime_arguments(config: "ServeConfig") -> list[str]:
+    arguments = [
+        config.runtime,
+        f"--socket={config.socket}",
+        f"--slots={config.slots}",
+        f"--context={config.context}",
+        f"--max-output={config.max_output}",
+    ]
+    if config.runtime == "echo":
+        arguments += [
+            f"--vocab-size={config.vocab_size}",
+            f"--token-delay-ms={config.token_delay_ms}",
+        ]
+    else:
+        arguments.append(f"--state-dir={config.state_dir}")
+    return arguments
+
+
+def _transport(config: "ServeConfig", identity: Identity) -> QuicConfiguration:
+    """The QUIC settings. No session tickets, so there is no 0-RTT (RFC 9001 section 9.2)."""
+    transport = QuicConfiguration(
+        is_client=False,
+        alpn_protocols=[prompt1.ALPN],
+        idle_timeout=config.idle_timeout,
+    )
+    transport.load_cert_chain(identity.cert, identity.key)
+    return transport
+
+
+async def _run(config: "ServeConfig", identity: Identity) -> int:
+    return await Daemon(config, identity).run()
+
+
+def serve(config: "ServeConfig") -> int:
+    """Run a daemon until a signal ends it.
+
+    Returns:
+        The exit status, 0 after a drain.
+
+    Raises:
+        DataplaneError: It cannot start; the text says what to change.
+    """
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="dataplane: %(message)s")
+    # aioquic logs each connection's life at this level.
+    logging.getLogger("quic").setLevel(logging.ERROR)
+    private.check()
+    identity = load_identity(config.state_dir, config.listen[0], config.cert, config.key)
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(WakingSelector())) as runner:
+        return runner.run(_run(config, identity))

@@ -1,0 +1,122 @@
+"""One request from its claim to the last byte of its answer, and what it runs on.
+
+There is one `Exchange` a slot, made with the slot table and used again by each request that claims
+the slot: a request costs no object. Whoever keeps one beyond the current call (a deadline) keeps
+its generation too and compares.
+"""
+
+import heapq
+from typing import Any, Protocol
+
+from dataplane.errors import Refusal, ResetCode
+
+
+class Peer(Protocol):
+    """What ingress and egress need of a connection."""
+
+    writing: int  # slots that it holds in WRITING
+
+    def overfull(self) -> bool: ...
+
+
+class Front(Protocol):
+    """A wire format: how an answer is written. Implemented by `dataplane.fronts`."""
+
+    def answer(self, exchange: "Exchange", ids: bytes, finish: int) -> None:
+        """Send output ids (u32 LE): after the 200 if that is due, before the end if `finish`."""
+
+    def refuse(self, exchange: "Exchange", refusal: Refusal) -> None:
+        """End a request that held a slot and was not answered."""
+
+    def fail(self, exchange: "Exchange", code: ResetCode) -> None:
+        """Break off an answer that began with 200."""
+
+
+class Waiting(Protocol):
+    """A stream whose header is not whole."""
+
+    def expire(self) -> None:
+        """Refuse it: the header took too long."""
+
+
+class Exchange:
+    """A request that holds slot `slot` under `generation`.
+
+    Times are CLOCK_REALTIME in ns: `complete_ns` is the kernel's receive time of the request's last
+    byte, 0 until that came.
+
+    Attributes:
+        live: Whether a request holds it now.
+        writing: Whether the slot is in WRITING still.
+        answered: Whether the 200 has been written.
+        watch: Index in the table's watch from publish on, else -1.
+        sent: Output ids handed to the connection.
+    """
+
+    # fmt: off
+    __slots__ = (
+        "answered", "body_due", "complete_ns", "connection", "deadline_ms", "extra", "first_us", "free_left",
+        "front", "generation", "ingress_us", "live", "max_output", "n_tokens", "pickup_us",
+        "published_ns", "queue_ns", "queue_us", "request_id", "sent", "slot", "started",
+        "stream_id", "total_us", "watch", "writing",
+    )
+    # fmt: on
+
+    connection: Any
+    front: Front
+    stream_id: int
+    request_id: int
+    n_tokens: int
+    max_output: int
+    free_left: int
+    deadline_ms: int
+    body_due: float  # monotonic seconds
+    started: float  # monotonic seconds, of the claim
+    complete_ns: int
+    published_ns: int
+    queue_ns: int
+    queue_us: int
+    ingress_us: int
+    pickup_us: int  # -1: not yet
+    first_us: int  # -1: not yet
+    total_us: int
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.generation = 0
+        self.live = False
+        self.writing = False
+        self.answered = False
+        self.watch = -1
+        self.sent = 0
+        self.connection = None
+        self.extra: Any = None  # the front's own
+
+
+class Deadlines:
+    """Times at which something is due, for things that mostly end before: entries are checked when
+    due.
+
+    Monotonic seconds. An entry is (target, token); `due` yields it and the owner looks whether the
+    token still holds.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Any, int]] = []
+        self._count = 0
+
+    def add(self, when: float, target: Any, token: int) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (when, self._count, target, token))
+
+    def next(self) -> float | None:
+        """Return when the earliest entry is due."""
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float) -> list[tuple[Any, int]]:
+        """Remove and return what is due."""
+        found = []
+        while self._heap and self._heap[0][0] <= now:
+            _, _, target, token = heapq.heappop(self._heap)
+            found.append((target, token))
+        return found

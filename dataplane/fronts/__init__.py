@@ -1,0 +1,1 @@
+"""The wire formats: each turns stream events into ingress calls and writes answers."""

@@ -1,0 +1,219 @@
+"""`prompt/1` over a QUIC connection: one bidirectional stream a request (contract 3).
+
+A stream is in one of four states, kept in `connection.streams`: absent (nothing came), `_Header` (a
+header that is not whole), `Exchange` (it holds a slot, or is being answered), `CLOSED` (answered;
+the client's own end has not come).
+"""
+
+from typing import Any
+
+from dataplane.errors import Refusal, ResetCode, Status
+from dataplane.exchange import Exchange
+from dataplane.ingress import Ingress
+from dataplane.prompt1 import (
+    NO_SLOT,
+    encode_end,
+    encode_verdict,
+    parse_request,
+)
+
+CLOSED = object()
+_UNIDIRECTIONAL = 2
+_OK = int(Status.OK)
+
+
+class _Header:
+    """The first bytes of a stream whose header is not whole."""
+
+    __slots__ = ("connection", "data", "front", "stream_id")
+
+    def __init__(self, front: "Prompt1", connection: Any, stream_id: int, data: bytes) -> None:
+        self.front = front
+        self.connection = connection
+        self.stream_id = stream_id
+        self.data = data
+
+    def expire(self) -> None:
+        reason = f"only {len(self.data)} bytes of the header came in time"
+        self.front.drop_header(self)
+        self.front.refuse_stream(
+            self.connection, self.stream_id, 0, Refusal(Status.TIMEOUT, reason), False
+        )
+
+
+class Prompt1:
+    """The raw front of one listener."""
+
+    def __init__(self, ingress: Ingress) -> None:
+        self._ingress = ingress
+        self._answers = ingress.stats.answers
+
+    # What the peer did.
+
+    def opened(self, connection: Any) -> None:
+        """The handshake is complete; the raw protocol has nothing to say first."""
+
+    def stream_data(
+        self, connection: Any, stream_id: int, data: bytes, fin: bool, at_ns: int
+    ) -> None:
+        """Take in-order bytes of a stream, received by the kernel at `at_ns`."""
+        state = connection.streams.get(stream_id)
+        if state is None:
+            if stream_id & _UNIDIRECTIONAL:
+                connection.streams[stream_id] = CLOSED
+                connection.stop(stream_id, 0)
+                return
+            self._header(connection, stream_id, data, fin, at_ns)
+        elif state.__class__ is Exchange:
+            self._body(state, data, 0, fin, at_ns)
+        elif state.__class__ is _Header:
+            state.data += data
+            self._header(connection, stream_id, state.data, fin, at_ns)
+        elif fin:
+            del connection.streams[stream_id]
+
+    def _header(self, connection: Any, stream_id: int, data: bytes, fin: bool, at_ns: int) -> None:
+        request = parse_request(data, fin)
+        if request is None:
+            self._keep_header(connection, stream_id, data)
+            return
+        waited = connection.streams.get(stream_id)
+        if waited is not None:
+            self._ingress.expect_no_header(waited)
+        if isinstance(request, Refusal):
+            self.refuse_stream(connection, stream_id, 0, request, fin)
+            return
+        ingress = self._ingress
+        exchange = ingress.claim(self, connection, stream_id, request, at_ns)
+        if isinstance(exchange, Refusal):
+            self.refuse_stream(
+                connection, stream_id, request.request_id, exchange, fin, ingress.queue_us
+            )
+            return
+        connection.streams[stream_id] = exchange
+        if not fin:
+            ingress.expect_body(exchange)
+        self._body(exchange, data, request.header_bytes, fin, at_ns)
+
+    def _keep_header(self, connection: Any, stream_id: int, data: bytes) -> None:
+        if stream_id not in connection.streams:
+            state = _Header(self, connection, stream_id, data)
+            connection.streams[stream_id] = state
+            self._ingress.expect_header(state)
+
+    def drop_header(self, state: _Header) -> None:
+        """Forget a header that is not waited for any more."""
+        state.connection.streams.pop(state.stream_id, None)
+        self._ingress.expect_no_header(state)
+
+    def _body(self, exchange: Exchange, data: bytes, offset: int, fin: bool, at_ns: int) -> None:
+        length = len(data) - offset
+        if fin:
+            refusal = self._ingress.submit(exchange, data, offset, length, at_ns)
+        elif length:
+            refusal = self._ingress.write(exchange, data, offset, length)
+        else:
+            return
+        if refusal is not None:
+            self._refuse(exchange, refusal, fin)
+
+    def stream_reset(self, connection: Any, stream_id: int) -> None:
+        """The peer gave up sending: an unfinished request is over."""
+        state = connection.streams.pop(stream_id, None)
+        if state.__class__ is Exchange and state.live:
+            self._ingress.leave(state)
+            connection.reset(stream_id, 0)
+        elif state.__class__ is _Header:
+            self._ingress.expect_no_header(state)
+            connection.reset(stream_id, 0)
+
+    def stop_sending(self, connection: Any, stream_id: int) -> None:
+        """The peer wants no answer: its slot goes back, and what it still sends is not read."""
+        state = connection.streams.get(stream_id)
+        if state is None or state is CLOSED:
+            return
+        ends_itself = state.__class__ is Exchange and not state.writing
+        if state.__class__ is _Header:
+            self._ingress.expect_no_header(state)
+        elif state.live:
+            self._ingress.leave(state)
+        if ends_itself:
+            del connection.streams[stream_id]
+        else:
+            connection.streams[stream_id] = CLOSED
+            connection.stop(stream_id, 0)
+
+    def left(self, connection: Any) -> None:
+        """The connection is over."""
+        for state in connection.streams.values():
+            if state.__class__ is _Header:
+                self._ingress.expect_no_header(state)
+            elif state is not CLOSED and state.live:
+                self._ingress.leave(state)
+        connection.streams.clear()
+
+    # What is answered.
+
+    def answer(self, exchange: Exchange, ids: bytes, finish: int) -> None:
+        """See `dataplane.exchange.Front`: everything that is there goes in one write."""
+        data = ids
+        if not exchange.answered:
+            exchange.answered = True
+            self._answers[_OK] += 1
+            data = (
+                encode_verdict(
+                    _OK, exchange.slot, exchange.request_id, exchange.queue_us, exchange.ingress_us,
+                    0, exchange.free_left,
+                )
+                + ids
+            )  # fmt: skip
+        connection = exchange.connection
+        if finish:
+            data += encode_end(finish, exchange.n_tokens, exchange.sent)
+            del connection.streams[exchange.stream_id]
+            connection.send(exchange.stream_id, data, True)
+        else:
+            connection.send(exchange.stream_id, data, False)
+
+    def refuse(self, exchange: Exchange, refusal: Refusal) -> None:
+        """See `dataplane.exchange.Front`; a `complete_ns` says that the request's end had come."""
+        self._refuse(exchange, refusal, ended=exchange.complete_ns != 0)
+
+    def _refuse(self, exchange: Exchange, refusal: Refusal, ended: bool) -> None:
+        self.refuse_stream(
+            exchange.connection,
+            exchange.stream_id,
+            exchange.request_id,
+            refusal,
+            ended,
+            exchange.queue_us,
+            exchange.free_left,
+        )
+
+    def refuse_stream(
+        self,
+        connection: Any,
+        stream_id: int,
+        request_id: int,
+        refusal: Refusal,
+        ended: bool,
+        queue_us: int = 0,
+        free_left: int = 0,
+    ) -> None:
+        """Send the whole answer and FIN, then STOP_SENDING if the client's own FIN has not come."""
+        status, reason, retry_after_ms = refusal
+        self._answers[int(status)] += 1
+        verdict = encode_verdict(
+            status, NO_SLOT, request_id, queue_us, 0, retry_after_ms, free_left
+        )
+        connection.send(stream_id, verdict + reason.encode(), True)
+        if ended:
+            connection.streams.pop(stream_id, None)
+        else:
+            connection.streams[stream_id] = CLOSED
+            connection.stop(stream_id, 0)
+
+    def fail(self, exchange: Exchange, code: ResetCode) -> None:
+        """See `dataplane.exchange.Front`."""
+        exchange.connection.streams.pop(exchange.stream_id, None)
+        exchange.connection.reset(exchange.stream_id, int(code))

@@ -1,0 +1,317 @@
+"""From a header to a published slot: claim, write, publish.
+
+A claim is one compare-and-swap; it succeeds or the request is refused at once (design, decision 4).
+Bad input is answered with a `Refusal`, never raised. A request that gets one holds nothing any
+more.
+
+Sans-IO: bytes, the kernel's receive times and a monotonic `now` come in, calls on the front and the
+slot table go out.
+"""
+
+import secrets
+import time
+
+from dataplane.egress import Egress
+from dataplane.errors import Refusal, ResetCode, Status
+from dataplane.exchange import Deadlines, Exchange, Front, Peer, Waiting
+from dataplane.latency import Series
+from dataplane.prompt1 import Request
+from dataplane.slots import BAD_TOKEN, OVERFLOW, SHORT, Finish
+from dataplane.stats import Stats
+from dataplane.table import HostTable
+
+_QUEUE = int(Series.QUEUE)
+_STOP = int(Finish.STOP)
+_RETRY_MS_DEFAULT = 1000
+_RETRY_MS_MAX = 10_000
+_SWEEPS = 20  # within one body time-out: a late body waits at most a twentieth longer
+_realtime_ns = time.time_ns
+
+DRAINING = "the daemon is shutting down: send the request to another one"
+LOST = "the runtime was lost before the request reached it: send it again"
+
+
+class Ingress:
+    """Admission for one listener.
+
+    Attributes:
+        table: The slots, or None while no runtime is ready.
+        why_unavailable: What a 503 says meanwhile.
+        queue_us: From header complete to claim decided, of the last claim.
+    """
+
+    def __init__(self, stats: Stats, body_timeout: float, max_writing: int | None = None) -> None:
+        self.stats = stats
+        self.egress = Egress(stats)
+        self.table: HostTable | None = None
+        self.why_unavailable = "no runtime is attached"
+        self.draining = False
+        self.queue_us = 0
+        self.body_timeout = body_timeout
+        self._configured_max_writing = max_writing
+        self._max_writing = 0
+        self._null = False
+        self._exchanges: list[Exchange] = []
+        self._next_id = secrets.randbits(63) or 1
+        self._deadlines = Deadlines()
+        self._waiting: dict[Waiting, float] = {}
+        self._sweep_at: float | None = None
+        self._sweep_every = body_timeout / _SWEEPS
+        self._latency = stats.latency
+
+    # The table comes and goes.
+
+    def attach(self, table: HostTable, null: bool = False) -> None:
+        """Serve from these slots; with `null`, release each at publish and answer nothing."""
+        self.table = table
+        self.egress.table = table
+        self._null = null
+        self._max_writing = self._configured_max_writing or (table.region.slots + 1) // 2
+        self._exchanges = [Exchange(slot) for slot in range(table.region.slots)]
+
+    def detach(self, why: str) -> None:
+        """The runtime is gone: what it held ends, refused before its 200 and reset after it."""
+        self.why_unavailable = why
+        if self.table is None:
+            return
+        self.end_all(Refusal(Status.UNAVAILABLE, LOST, _RETRY_MS_DEFAULT), ResetCode.RUNTIME_LOST)
+        self.table = self.egress.table = None
+        self._exchanges = []
+
+    def end_all(self, refusal: Refusal, code: ResetCode) -> None:
+        """End everything in flight: a refusal where no 200 has gone, a reset where one has."""
+        for exchange in self._exchanges:
+            if exchange.live:
+                self._let_go(exchange)
+                self.stats.failed += 1
+                if exchange.answered:
+                    exchange.front.fail(exchange, code)
+                else:
+                    exchange.front.refuse(exchange, refusal)
+
+    # Claim, write, publish.
+
+    def claim(
+        self, front: Front, connection: Peer, stream_id: int, request: Request, ready_ns: int
+    ) -> Exchange | Refusal:
+        """Decide on a header that was complete at `ready_ns`.
+
+        Returns:
+            The exchange, which holds a slot in WRITING, or why there is none.
+        """
+        table = self.table
+        self.queue_us = 0
+        if table is None:
+            return Refusal(Status.UNAVAILABLE, self.why_unavailable, _RETRY_MS_DEFAULT)
+        region = table.region
+        max_output = request.max_output
+        if request.n_tokens > region.context:
+            return Refusal(
+                Status.BAD_REQUEST,
+                f"the prompt has {request.n_tokens} tokens; the context is {region.context}",
+            )
+        if max_output > region.max_output:
+            return Refusal(
+                Status.BAD_REQUEST,
+                f"max_output is {max_output}; a slot has room for {region.max_output}",
+            )
+        if self.draining:
+            return Refusal(Status.UNAVAILABLE, DRAINING, _RETRY_MS_DEFAULT)
+        if connection.writing >= self._max_writing:
+            return Refusal(
+                Status.BUSY,
+                f"this connection already holds {connection.writing} slots whose prompts are not"
+                " complete, which is its cap: finish those first",
+                self.retry_after_ms(),
+            )
+        request_id = request.request_id or self._new_id()
+        max_output = max_output or region.max_output
+        slot = table.admit(request, request_id, max_output)
+        queue_ns = _realtime_ns() - ready_ns
+        self.queue_us = queue_ns // 1000 if queue_ns > 0 else 0
+        if slot < 0:
+            self._latency.record_ns(_QUEUE, queue_ns)
+            return Refusal(Status.BUSY, "every slot is taken", self.retry_after_ms())
+        exchange = self._exchanges[slot]
+        exchange.front = front
+        exchange.connection = connection
+        exchange.stream_id = stream_id
+        exchange.request_id = request_id
+        exchange.max_output = max_output
+        exchange.queue_ns = queue_ns
+        self._hold(table, exchange, request)
+        return exchange
+
+    def _hold(self, table: HostTable, exchange: Exchange, request: Request) -> None:
+        """Begin a request on its exchange: everything that the last one left is overwritten."""
+        exchange.generation = table.generation
+        exchange.free_left = table.free_left
+        exchange.live = exchange.writing = True
+        exchange.answered = False
+        exchange.sent = exchange.complete_ns = 0
+        exchange.queue_us = self.queue_us
+        exchange.n_tokens = request.n_tokens
+        exchange.deadline_ms = request.deadline_ms
+        exchange.pickup_us = exchange.first_us = -1
+        exchange.connection.writing += 1
+        stats = self.stats
+        exchange.started = stats.now
+        stats.claimed += 1
+        stats.in_flight += 1
+
+    def _new_id(self) -> int:
+        request_id = self._next_id
+        self._next_id = (request_id + 1) & (2**64 - 1) or 1
+        return request_id
+
+    def expect_body(self, exchange: Exchange) -> None:
+        """The body did not come with the header: it has until the time-out, or the deadline."""
+        exchange.body_due = exchange.started + self.body_timeout
+        if exchange.deadline_ms:
+            until = exchange.started + exchange.deadline_ms / 1000
+            self._deadlines.add(until, exchange, exchange.generation)
+        if self._sweep_at is None:
+            self._sweep_at = exchange.started + self._sweep_every
+
+    def expect_header(self, waiting: Waiting) -> None:
+        """A stream began without a whole header; `waiting.expire()` is called after too long."""
+        now = self.stats.now
+        self._waiting[waiting] = now + self.body_timeout
+        if self._sweep_at is None:
+            self._sweep_at = now + self._sweep_every
+
+    def expect_no_header(self, waiting: Waiting) -> None:
+        """The header is whole, or its stream is over."""
+        self._waiting.pop(waiting, None)
+
+    def write(self, exchange: Exchange, data: bytes, offset: int, length: int) -> Refusal | None:
+        """Write `length` bytes of the body; a refusal means that the slot is free again."""
+        assert self.table is not None
+        status = self.table.write(exchange.slot, data, offset, length)
+        if status < 0:
+            return self._bad_body(exchange, status)
+        return None
+
+    def submit(
+        self, exchange: Exchange, data: bytes, offset: int, length: int, complete_ns: int
+    ) -> Refusal | None:
+        """Write the last bytes of a request that ended at `complete_ns`, and publish it."""
+        table = self.table
+        assert table is not None
+        slot = exchange.slot
+        exchange.complete_ns = complete_ns
+        published_ns = table.submit(slot, exchange.generation, data, offset, length)
+        if published_ns < 0:
+            return self._bad_body(exchange, published_ns)
+        exchange.connection.writing -= 1
+        exchange.writing = False
+        exchange.published_ns = published_ns
+        exchange.ingress_us = self._latency.record_pair_ns(
+            _QUEUE, exchange.queue_ns, published_ns - complete_ns
+        )
+        if self._null:
+            table.revoke(slot, exchange.generation)
+            self.egress.ended(exchange)
+            self.stats.completed += 1
+            exchange.front.answer(exchange, b"", _STOP)
+            return None
+        table.watch(exchange)
+        self.egress.unanswered.append(exchange)
+        if exchange.deadline_ms:
+            until = exchange.started + exchange.deadline_ms / 1000
+            self._deadlines.add(until, exchange, exchange.generation)
+        return None
+
+    def _bad_body(self, exchange: Exchange, status: int) -> Refusal:
+        table = self.table
+        assert table is not None
+        if status == BAD_TOKEN:
+            index, token = table.bad_token(exchange.slot)
+            reason = f"token {index} is {token}; the vocabulary has {table.region.vocab_size}"
+        elif status == OVERFLOW:
+            reason = f"the body is longer than the {exchange.n_tokens} tokens that were declared"
+        elif status == SHORT:
+            whole, partial = table.written(exchange.slot)
+            reason = f"the body ended after {whole} of {exchange.n_tokens} tokens"
+            if partial:
+                reason += f" and {partial} bytes of the next"
+        else:
+            self.egress.on_broken(f"slot {exchange.slot}: it left WRITING under its listener")
+            return self.give_up(exchange, Refusal(Status.UNAVAILABLE, LOST, _RETRY_MS_DEFAULT))
+        return self.give_up(exchange, Refusal(Status.BAD_REQUEST, reason))
+
+    # Ends before the answer's.
+
+    def give_up(self, exchange: Exchange, refusal: Refusal) -> Refusal:
+        """Free the slot of a request that is refused after its claim."""
+        self._let_go(exchange)
+        self.stats.failed += 1
+        return refusal
+
+    def leave(self, exchange: Exchange) -> None:
+        """The client reset, stopped or closed: its slot goes back in this pass."""
+        self._let_go(exchange)
+        self.stats.cancelled += 1
+
+    def _let_go(self, exchange: Exchange) -> None:
+        if exchange.writing:
+            exchange.connection.writing -= 1
+            exchange.writing = False
+            self._latency.record_ns(_QUEUE, exchange.queue_ns)
+        table = self.table
+        if table is not None:
+            table.let_go(exchange.slot, exchange.generation)
+            if exchange.watch >= 0:
+                table.unwatch(exchange)
+        self.egress.ended(exchange)
+
+    def retry_after_ms(self) -> int:
+        """Return when a slot may be free: the time that a request holds one, over their number."""
+        if not self.stats.hold_s or self.table is None:
+            return _RETRY_MS_DEFAULT
+        expected = self.stats.hold_s * 1000 / self.table.region.slots
+        return max(1, min(_RETRY_MS_MAX, round(expected)))
+
+    # Time.
+
+    def next_deadline(self) -> float | None:
+        """Return when `on_deadline` is due (monotonic seconds)."""
+        due = self._deadlines.next()
+        if self._sweep_at is not None and (due is None or self._sweep_at < due):
+            return self._sweep_at
+        return due
+
+    def on_deadline(self, now: float) -> None:
+        """End what is due: bodies and headers that did not come, answers whose deadline passed."""
+        for target, generation in self._deadlines.due(now):
+            if target.live and target.generation == generation:
+                self._expire(target)
+        if self._sweep_at is not None and self._sweep_at <= now:
+            self._sweep(now)
+
+    def _sweep(self, now: float) -> None:
+        """Look through all that is being written.
+
+        Nearly every body comes in time, so none costs an entry in a queue of deadlines; while there
+        are any, all are looked at so often that none waits much longer than it may.
+        """
+        for waiting in [waiting for waiting, due in self._waiting.items() if due <= now]:
+            waiting.expire()
+        left = bool(self._waiting)
+        for exchange in self._exchanges:
+            if exchange.writing:
+                if exchange.body_due <= now:
+                    self._expire(exchange)
+                else:
+                    left = True
+        self._sweep_at = now + self._sweep_every if left else None
+
+    def _expire(self, exchange: Exchange) -> None:
+        if exchange.writing:
+            assert self.table is not None
+            whole, _ = self.table.written(exchange.slot)
+            reason = f"only {whole} of {exchange.n_tokens} tokens came in time"
+            refusal = self.give_up(exchange, Refusal(Status.TIMEOUT, reason))
+            exchange.front.refuse(exchange, refusal)
+        else:
+            self.egress.expire(exchange)

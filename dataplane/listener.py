@@ -1,0 +1,421 @@
+"""The sockets, and the pass of the packet loop.
+
+A pass: drain a batch of datagrams, route each by its connection ID, let its connection act on it;
+then send the output that the runtime made meanwhile; then ask each connection that has something to
+send once, and hand it all to the kernel. Nothing here waits for anything but the socket, the
+runtime's eventfd and the next timer.
+"""
+
+import asyncio
+import heapq
+import logging
+import selectors
+import socket
+import time
+from collections import deque
+
+from aioquic._buffer import Buffer
+from aioquic.quic.configuration import QuicConfiguration
+from aioquic.quic.connection import QuicConnection
+from aioquic.quic.packet import (
+    QuicErrorCode,
+    QuicHeader,
+    QuicPacketType,
+    encode_quic_version_negotiation,
+    pull_quic_header,
+)
+
+from dataplane._native import ffi, lib
+from dataplane.connection import Connection, StreamFront
+from dataplane.errors import UsageError
+from dataplane.ingress import Ingress
+from dataplane.quic import encode_refusal
+
+_log = logging.getLogger("dataplane.listener")
+
+CID_BYTES = 8
+_SMALLEST_INITIAL = 1200
+_BATCH: int = lib.DP_UDP_BATCH
+_DATAGRAM: int = lib.DP_UDP_DATAGRAM
+_PATH_BYTES: int = ffi.sizeof("struct dp_path")
+_monotonic = time.monotonic
+
+
+class Socket:
+    """A UDP socket with its native batches."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.udp = ffi.gc(lib.dp_udp_new(sock.fileno()), lib.dp_udp_free)
+        failed = lib.dp_udp_prepare(self.udp)
+        if failed:
+            raise OSError(-failed, "the socket cannot give receive times")
+        self.datagrams = [lib.dp_udp_datagram(self.udp, i) for i in range(lib.DP_UDP_BATCH)]
+        self.data = [ffi.buffer(d.data) for d in self.datagrams]
+        self.paths = [ffi.buffer(ffi.addressof(d, "path")) for d in self.datagrams]
+        self.dropped = 0
+
+    def queue(self, data: bytes, path: bytes) -> None:
+        """Add a datagram to the batch that `flush` sends."""
+        lib.dp_udp_queue(self.udp, data, len(data), path)
+
+    def flush(self) -> None:
+        self.dropped += lib.dp_udp_flush(self.udp)
+
+    def warm_up(self) -> None:
+        """Receive a datagram of our own: the kernel's first stamp after enabling is the read's."""
+        try:
+            self.socket.sendto(b"\0", self.socket.getsockname())
+        except OSError:
+            return  # A wildcard address on a host without that family; the first stamp may be late.
+        for _ in range(1000):
+            if lib.dp_udp_receive(self.udp):
+                return
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Bind every address of a host, IPv4 first, all on one port (0: a free one that all can have).
+
+    Raises:
+        UsageError: The host does not resolve, or the port is taken or not allowed.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise UsageError(f"--listen: {host} does not resolve: {error.strerror}") from error
+    addresses = sorted({(family, str(address[0])) for family, _, _, _, address in found})
+    for _ in range(20):
+        bound: list[socket.socket] = []
+        try:
+            for family, address in addresses:
+                at = bound[0].getsockname()[1] if bound else port
+                bound.append(_bind_one(family, address, at))
+            return bound
+        except OSError as error:
+            for sock in bound:
+                sock.close()
+            if port:
+                raise UsageError(
+                    f"--listen: {host}:{port} cannot be used: {error.strerror}"
+                ) from error
+    raise UsageError(f"--listen: no free port that every address of {host} can have")
+
+
+def _bind_one(family: int, address: str, port: int) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+        sock.bind((address, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class WakingSelector(selectors.EpollSelector):
+    """The event loop's selector, which takes the sleeper's half of the wake-up pair (contract 1).
+
+    Before it blocks it says so and looks once more; whoever appends output then rings the eventfd
+    only while it sleeps.
+    """
+
+    listener: "Listener | None" = None
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        listener = self.listener
+        if listener is None or (timeout is not None and timeout <= 0):
+            return super().select(timeout)
+        if not listener.about_to_sleep():
+            timeout = 0
+        try:
+            return super().select(timeout)
+        finally:
+            listener.woke()
+
+
+class Listener:
+    """The QUIC side of a daemon.
+
+    Attributes:
+        fronts: By ALPN.
+        connections: Every connection, half-open ones too.
+    """
+
+    def __init__(
+        self,
+        configuration: QuicConfiguration,
+        ingress: Ingress,
+        fronts: dict[str, StreamFront],
+        max_connections: int,
+        handshake_timeout: float,
+    ) -> None:
+        self.fronts = fronts
+        self.ingress = ingress
+        self._stats = ingress.stats
+        self.connections: set[Connection] = set()
+        self.draining = False
+        self.started = False
+        self._configuration = configuration
+        self._max_connections = max_connections
+        self._handshake_timeout = handshake_timeout
+        self._by_cid: dict[bytes, Connection] = {}
+        self._dirty: list[Connection] = []
+        self._half_open: deque[tuple[float, Connection]] = deque()
+        self._timers: list[tuple[float, int, Connection]] = []
+        self._timer_count = 0
+        self._sockets: list[Socket] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._output_fd = -1
+
+    # Start and stop.
+
+    def start(self, sockets: list[socket.socket]) -> None:
+        """Serve these sockets on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self.started = True
+        for sock in sockets:
+            native = Socket(sock)
+            native.warm_up()
+            self._sockets.append(native)
+            self._loop.add_reader(sock.fileno(), self._readable, native)
+
+    def stop(self) -> None:
+        """Leave the sockets; connections that are open are not told."""
+        assert self._loop is not None
+        for native in self._sockets:
+            self._loop.remove_reader(native.socket.fileno())
+            native.socket.close()
+        if self._alarm:
+            self._alarm.cancel()
+
+    def watch_output(self, fd: int) -> None:
+        """Follow the eventfd that the attached runtime rings."""
+        assert self._loop is not None
+        self._output_fd = fd
+        self._loop.add_reader(fd, self._rung)
+
+    def unwatch_output(self) -> None:
+        if self._output_fd >= 0 and self._loop is not None:
+            self._loop.remove_reader(self._output_fd)
+            self._output_fd = -1
+
+    def close_all(self, code: int, reason: str) -> None:
+        """Close every connection and send that."""
+        for connection in list(self.connections):
+            connection.close(code, reason)
+        self.finish_pass()
+
+    # The pass.
+
+    def _readable(self, native: Socket) -> None:
+        """Drain up to a batch: what arrives while the first datagrams are worked on belongs to the
+        same pass, since answering costs most per pass."""
+        now = _monotonic()
+        self._stats.begin_pass(now)
+        drained = 0
+        while drained < _BATCH:
+            count = lib.dp_udp_receive(native.udp)
+            if count <= 0:
+                break
+            self._receive(native, count, now)
+            drained += count
+        self._finish_pass()
+
+    def _receive(self, native: Socket, count: int, now: float) -> None:
+        by_cid, dirty = self._by_cid, self._dirty
+        datagrams, buffers, paths = native.datagrams, native.data, native.paths
+        for i in range(count):
+            datagram = datagrams[i]
+            length = datagram.length
+            if not CID_BYTES < length <= _DATAGRAM:
+                continue
+            data = buffers[i][:length]
+            path = paths[i][:]
+            if data[0] & 0x80:
+                connection = self._route_long(native, data, path, now)
+            else:
+                connection = by_cid.get(data[1 : 1 + CID_BYTES])
+            if connection is not None:
+                connection.receive(data, path, now, datagram.received_ns)
+                if not connection.dirty:
+                    connection.dirty = True
+                    dirty.append(connection)
+
+    def _rung(self) -> None:
+        table = self.ingress.table
+        if table is not None:
+            table.drain()
+        self.finish_pass()
+
+    def finish_pass(self) -> None:
+        """Send what came out of the runtime and of timers."""
+        self._stats.begin_pass(_monotonic())
+        self._finish_pass()
+
+    def _finish_pass(self) -> None:
+        self.ingress.egress.flush()
+        # The pass may have taken longer than an acknowledgement may wait (RFC 9000 section 13.2.1):
+        # with the time of now it rides along, with that of the pass's start it costs a packet.
+        now = _monotonic()
+        # Transmitting may touch a connection again (an event that it raised), so the list can grow.
+        for connection in self._dirty:
+            connection.dirty = False
+            due = connection.transmit(now, connection.socket.queue)
+            if connection.ended:
+                self._forget(connection)
+            elif due is not None:
+                self._set_timer(connection, due)
+        self._dirty.clear()
+        for native in self._sockets:
+            native.flush()
+        self._set_alarm()
+
+    # Sleep and wake.
+
+    def about_to_sleep(self) -> bool:
+        """The loop is about to block; False when output came that nobody rang for."""
+        table = self.ingress.table
+        if table is None or table.sleep():
+            return True
+        assert self._loop is not None
+        self._loop.call_soon(self.finish_pass)
+        return False
+
+    def woke(self) -> None:
+        if self.ingress.table is not None:
+            self.ingress.table.wake()
+
+    # Routing.
+
+    def _route_long(
+        self, native: Socket, data: bytes, path: bytes, now: float
+    ) -> Connection | None:
+        try:
+            header = pull_quic_header(Buffer(data=data), host_cid_length=CID_BYTES)
+        except ValueError:
+            return None
+        if header.packet_type == QuicPacketType.VERSION_NEGOTIATION:
+            return None
+        if header.version not in self._configuration.supported_versions:
+            # Only to a datagram that could open a connection (RFC 9000 section 6.1).
+            if len(data) >= _SMALLEST_INITIAL:
+                native.queue(
+                    encode_quic_version_negotiation(
+                        source_cid=header.destination_cid,
+                        destination_cid=header.source_cid,
+                        supported_versions=self._configuration.supported_versions,
+                    ),
+                    path,
+                )
+            return None
+        connection = self._by_cid.get(header.destination_cid)
+        if connection is None and header.packet_type == QuicPacketType.INITIAL:
+            if len(data) < _SMALLEST_INITIAL:
+                return None
+            return self._accept(native, header, path, now)
+        return connection
+
+    def _accept(
+        self, native: Socket, header: QuicHeader, path: bytes, now: float
+    ) -> Connection | None:
+        full = len(self.connections) >= self._max_connections
+        if full or self.draining:
+            reason = "too many connections" if full else "shutting down"
+            assert header.version is not None
+            native.queue(
+                encode_refusal(header.version, header.destination_cid, header.source_cid, reason),
+                path,
+            )
+            return None
+        quic = QuicConnection(
+            configuration=self._configuration,
+            original_destination_connection_id=header.destination_cid,
+        )
+        connection = Connection(quic, self, native)
+        self.connections.add(connection)
+        self.cid_issued(connection, header.destination_cid)
+        self.cid_issued(connection, quic.host_cid)
+        self._half_open.append((now + self._handshake_timeout, connection))
+        return connection
+
+    def cid_issued(self, connection: Connection, cid: bytes) -> None:
+        connection.cids.add(cid)
+        self._by_cid[cid] = connection
+
+    def cid_retired(self, connection: Connection, cid: bytes) -> None:
+        if cid in connection.cids:
+            connection.cids.discard(cid)
+            self._by_cid.pop(cid, None)
+
+    def touched(self, connection: Connection) -> None:
+        if not connection.dirty:
+            connection.dirty = True
+            self._dirty.append(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        """Drop every trace; costs what this connection's own identifiers cost."""
+        self.connections.discard(connection)
+        for cid in connection.cids:
+            self._by_cid.pop(cid, None)
+        connection.cids.clear()
+        connection.timer_at = None
+
+    # Time.
+
+    def _set_timer(self, connection: Connection, due: float) -> None:
+        """Arm a connection's timer; one that only moved later is looked at again when it fires."""
+        armed = connection.timer_at
+        if armed is None or due < armed:
+            connection.timer_at = due
+            self._timer_count += 1
+            heapq.heappush(self._timers, (due, self._timer_count, connection))
+
+    def _next_due(self) -> float | None:
+        due = self.ingress.next_deadline()
+        if self._timers and (due is None or self._timers[0][0] < due):
+            due = self._timers[0][0]
+        if self._half_open and (due is None or self._half_open[0][0] < due):
+            due = self._half_open[0][0]
+        return due
+
+    def _set_alarm(self) -> None:
+        due = self._next_due()
+        if due is None:
+            return
+        alarm = self._alarm
+        if alarm is not None:
+            if alarm.when() <= due:
+                return
+            alarm.cancel()
+        assert self._loop is not None
+        self._alarm = self._loop.call_at(due, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._alarm = None
+        now = _monotonic()
+        self._stats.begin_pass(now)
+        while self._timers and self._timers[0][0] <= now:
+            when, _, connection = heapq.heappop(self._timers)
+            if connection.timer_at != when:
+                continue  # An earlier entry took its place, or the connection is gone.
+            connection.timer_at = None
+            due = connection.quic.get_timer()
+            if due is not None and due > now:
+                self._set_timer(connection, due)
+                continue
+            connection.handle_timer(now)
+            self.touched(connection)
+        self._end_slow_handshakes(now)
+        self.ingress.on_deadline(now)
+        self.finish_pass()
+
+    def _end_slow_handshakes(self, now: float) -> None:
+        half_open = self._half_open
+        while half_open and (half_open[0][0] <= now or half_open[0][1].established):
+            _, connection = half_open.popleft()
+            if not connection.established and not connection.ended:
+                connection.abandon(QuicErrorCode.CONNECTION_REFUSED, "the handshake took too long")

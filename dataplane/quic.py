@@ -1,0 +1,81 @@
+"""The names of aioquic that it does not promise, all of them here (aioquic is pinned to the version
+they were read in).
+
+`check()` fails in words when one is gone; a test calls it. Everything else in the package uses
+aioquic's public names.
+"""
+
+from collections import deque
+from typing import Any
+
+from aioquic._buffer import Buffer
+from aioquic.quic.configuration import QuicConfiguration
+from aioquic.quic.connection import QuicConnection
+from aioquic.quic.crypto import CryptoPair
+from aioquic.quic.packet import QuicErrorCode, QuicFrameType, QuicPacketType
+from aioquic.quic.packet_builder import QuicPacketBuilder
+from aioquic.quic.stream import QuicStream
+
+from dataplane.errors import DataplaneError
+
+_CONNECTION_NAMES = ("_close_event", "_events", "_streams", "_close_at", "_handshake_complete")
+_SENDER_NAMES = ("_buffer_start", "_buffer_stop")
+
+
+def check() -> None:
+    """Raise `DataplaneError` naming what this version of aioquic lacks."""
+    probe = QuicConnection(configuration=QuicConfiguration(is_client=True))
+    sender = QuicStream(stream_id=0).sender
+    missing = [name for name in _CONNECTION_NAMES if not hasattr(probe, name)]
+    missing += [f"sender.{name}" for name in _SENDER_NAMES if not hasattr(sender, name)]
+    if missing:
+        raise DataplaneError(f"this version of aioquic lacks {', '.join(missing)}: install 1.7.2")
+
+
+def events_of(quic: QuicConnection) -> "deque[Any]":
+    """Return the queue behind `next_event`, to look into it without a call an event."""
+    return quic._events
+
+
+def is_closing(quic: QuicConnection) -> bool:
+    """Whether either side closed.
+
+    The public event comes three probe time-outs later, when the closing period ends (RFC 9000
+    section 10.2); slots go back at once.
+    """
+    return quic._close_event is not None
+
+
+def buffered(quic: QuicConnection) -> int:
+    """Return the bytes in the connection's send buffers, sent or not, until acknowledged."""
+    return sum(
+        stream.sender._buffer_stop - stream.sender._buffer_start
+        for stream in quic._streams.values()
+    )
+
+
+def encode_refusal(version: int, source_cid: bytes, destination_cid: bytes, reason: str) -> bytes:
+    """Return an Initial packet that refuses a connection, CONNECTION_REFUSED (RFC 9000 section
+    20.1).
+
+    Keeps no state: `source_cid` is the connection ID that the client chose, from which the Initial
+    keys derive (RFC 9001 section 5.2).
+    """
+    crypto = CryptoPair()
+    crypto.setup_initial(cid=source_cid, is_client=False, version=version)
+    builder = QuicPacketBuilder(
+        host_cid=source_cid,
+        is_client=False,
+        max_datagram_size=1200,
+        peer_cid=destination_cid,
+        version=version,
+    )
+    text = reason.encode()
+    builder.start_packet(QuicPacketType.INITIAL, crypto)
+    frame: Buffer = builder.start_frame(QuicFrameType.TRANSPORT_CLOSE, capacity=32 + len(text))
+    frame.push_uint_var(QuicErrorCode.CONNECTION_REFUSED)
+    frame.push_uint_var(QuicFrameType.PADDING)
+    frame.push_uint_var(len(text))
+    frame.push_bytes(text)
+    datagrams, _ = builder.flush()
+    return bytes(datagrams[0])

@@ -1,0 +1,75 @@
+"""The bundled runtime as a child process: started, started again with back-off when it ends, ended
+with the daemon.
+
+The child ends by itself when its attachment does, so a daemon that was killed leaves none behind.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+
+_log = logging.getLogger("dataplane.runtime")
+
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 30.0
+END_WITHIN_S = 5.0
+
+
+class Supervisor:
+    """One bundled runtime.
+
+    Args:
+        arguments: Of `dataplane runtime`.
+        on_early_end: Called with the exit status when it ends before it ever was ready.
+    """
+
+    def __init__(self, arguments: list[str], on_early_end: Callable[[int], None]) -> None:
+        self._arguments = arguments
+        self._on_early_end = on_early_end
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._was_ready = False
+        self._backoff = BACKOFF_FIRST_S
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def ready(self) -> None:
+        """The runtime serves: the next failure waits the shortest time again."""
+        self._was_ready = True
+        self._backoff = BACKOFF_FIRST_S
+
+    async def _run(self) -> None:
+        while True:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "dataplane", "runtime", *self._arguments,
+                stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr,
+            )  # fmt: skip
+            status = await self._process.wait()
+            if not self._was_ready:
+                self._on_early_end(status)
+                return
+            _log.warning(
+                "the runtime ended with status %d; it starts again in %.1f s", status, self._backoff
+            )
+            await asyncio.sleep(self._backoff)
+            self._backoff = min(BACKOFF_MAX_S, self._backoff * 2)
+
+    async def stop(self) -> None:
+        """End the child: asked first, killed after a while."""
+        if self._task:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), END_WITHIN_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()

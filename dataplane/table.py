@@ -1,0 +1,189 @@
+"""A listener's hold on the slots of one attachment: the verbs, and the watch over what was
+published.
+
+`SlotTable` is the interface; `HostTable` is the table whose words lie in the region, on which the
+listener does the compare-and-swap itself. Its methods are one C call each, since they are on the
+way of every request.
+"""
+
+from typing import Any, Protocol
+
+from dataplane._native import ffi, lib
+from dataplane.prompt1 import Request
+from dataplane.region import Region
+
+
+class Watched(Protocol):
+    """What is watched from publish to the end of its answer."""
+
+    slot: int
+    generation: int
+    watch: int
+
+
+class SlotTable(Protocol):
+    """What ingress and egress ask of a slot table.
+
+    A slot is named by its number and the generation that `admit` left in `generation`. Verbs answer
+    the new state, or a negative status (`dataplane.slots`) and change nothing.
+    """
+
+    region: Region
+    generation: int
+    free_left: int
+
+    def admit(self, request: Request, request_id: int, max_output: int) -> int: ...
+    def write(self, slot: int, body: bytes, offset: int, length: int) -> int: ...
+    def submit(self, slot: int, generation: int, body: bytes, offset: int, length: int) -> int: ...
+    def revoke(self, slot: int, generation: int) -> int: ...
+    def cancel(self, slot: int, generation: int) -> int: ...
+    def release(self, slot: int, generation: int) -> int: ...
+    def let_go(self, slot: int, generation: int) -> int: ...
+
+
+class HostTable:
+    """The slots of one region, as listener `owner` (from 1) holds them.
+
+    Attributes:
+        generation: Of the last claim.
+        free_left: Slots seen free right after it.
+    """
+
+    def __init__(self, region: Region, owner: int = 1) -> None:
+        self.region = region
+        self.owner = owner
+        self.first = 0
+        self.count = region.slots
+        self.generation = 0
+        self.free_left = 0
+        self._native = region.native
+        self._next_probe = 0
+        self._claimed = ffi.new("struct dp_claimed *")
+        self._watches = ffi.new("struct dp_watch[]", region.slots)
+        self._changed = ffi.new("uint32_t[]", region.slots)
+        self._watched: list[Any] = []
+
+    # Claim to publish.
+
+    def admit(self, request: Request, request_id: int, max_output: int) -> int:
+        """Claim a slot and write into it what the request states: its number, or FULL.
+
+        Affinity 0 starts anywhere; a strict one tries its own slot alone.
+        """
+        probes = count = self.count
+        if request.affinity:
+            start = request.affinity % count
+            if request.strict:
+                probes = 1
+        else:
+            start = self._next_probe
+            self._next_probe = start + 1 if start + 1 < count else 0
+        claimed = self._claimed
+        status: int = lib.dp_admit(
+            self._native, self.owner, self.first, count, start, probes, request_id,
+            request.n_tokens, request.width, max_output, request.temperature, request.top_p,
+            request.top_k, request.seed, claimed,
+        )  # fmt: skip
+        if status < 0:
+            return status
+        self.generation = claimed.generation
+        self.free_left = claimed.free_left
+        return claimed.slot  # type: ignore[no-any-return]
+
+    def write(self, slot: int, body: bytes, offset: int, length: int) -> int:
+        """Append `length` bytes of the body from `offset` of `body`: 0, OVERFLOW or BAD_TOKEN."""
+        return lib.dp_write(self._native, slot, body, offset, length)  # type: ignore[no-any-return]
+
+    def submit(self, slot: int, generation: int, body: bytes, offset: int, length: int) -> int:
+        """Append the last part and publish: when (CLOCK_REALTIME ns), or a negative status."""
+        return lib.dp_submit(  # type: ignore[no-any-return]
+            self._native, slot, generation, body, offset, length
+        )
+
+    def written(self, slot: int) -> tuple[int, int]:
+        """Return the whole ids written so far and the bytes of the next one."""
+        writer = self._native.writers[slot]
+        return writer.written, writer.partial_bytes
+
+    def bad_token(self, slot: int) -> tuple[int, int]:
+        """Return (index, id) of the first id outside the vocabulary."""
+        writer = self._native.writers[slot]
+        return writer.bad_index, writer.bad_id
+
+    # Ends.
+
+    def revoke(self, slot: int, generation: int) -> int:
+        """Take a READY slot back."""
+        return int(lib.dp_apply(self._native, slot, generation, lib.DP_REVOKE))
+
+    def cancel(self, slot: int, generation: int) -> int:
+        """Ask the runtime to finish a RUNNING slot, and ring it."""
+        return int(lib.dp_cancel(self._native, slot, generation))
+
+    def release(self, slot: int, generation: int) -> int:
+        """Free a DONE slot."""
+        return int(lib.dp_apply(self._native, slot, generation, lib.DP_RELEASE))
+
+    def let_go(self, slot: int, generation: int) -> int:
+        """End the hold whatever the state: abort, revoke, cancel or release."""
+        return int(lib.dp_let_go(self._native, slot, generation))
+
+    # The watch over published slots.
+
+    def watch(self, watched: Watched) -> None:
+        """Follow a published slot from now on."""
+        index = len(self._watched)
+        entry = self._watches[index]
+        entry.generation = watched.generation
+        entry.slot = watched.slot
+        entry.seen = entry.count = 0
+        entry.state = lib.DP_READY
+        watched.watch = index
+        self._watched.append(watched)
+
+    def unwatch(self, watched: Watched) -> None:
+        """Stop following; the last entry takes the place, so the watch stays dense."""
+        index, watched.watch = watched.watch, -1
+        last = self._watched.pop()
+        if last is not watched:
+            self._watched[index] = last
+            self._watches[index] = self._watches[len(self._watched)]
+            last.watch = index
+
+    def poll(self) -> list[tuple[Any, Any]]:
+        """Return (watched, its entry) for each slot with new output, an end, or a broken rule."""
+        count = len(self._watched)
+        if not count:
+            return []
+        changed: int = lib.dp_poll(self._native, self._watches, count, self._changed)
+        if not changed:
+            return []
+        found = [self._watched[self._changed[i]] for i in range(changed)]
+        return [(watched, self._watches[watched.watch]) for watched in found]
+
+    def entry(self, watched: Watched) -> Any:
+        """Return the watch entry of a followed slot, refreshed by the last poll."""
+        return self._watches[watched.watch]
+
+    def output(self, slot: int, start: int, stop: int) -> bytes:
+        """Copy output ids [start, stop) out of the slot, as they go on the wire (u32 LE)."""
+        return bytes(ffi.buffer(lib.dp_output(self._native, slot) + start, (stop - start) * 4))
+
+    def request(self, slot: int) -> Any:
+        """Return the slot's request record; load each field once."""
+        return self._native.requests[slot]
+
+    # Sleep and wake.
+
+    def sleep(self) -> bool:
+        """Say that this listener is about to block; False when something changed meanwhile."""
+        return not lib.dp_listener_sleep(
+            self._native, self.owner, self._watches, len(self._watched)
+        )
+
+    def wake(self) -> None:
+        lib.dp_listener_wake(self._native, self.owner)
+
+    def drain(self) -> None:
+        """Read the eventfd that the runtime rang."""
+        lib.dp_listener_drain(self._native, self.owner)
