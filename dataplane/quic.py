@@ -18,18 +18,37 @@ from aioquic.quic.stream import QuicStream
 
 from dataplane.errors import DataplaneError
 
-_CONNECTION_NAMES = ("_close_event", "_events", "_streams", "_close_at", "_handshake_complete")
+_CONNECTION_NAMES = ("_close_event", "_events", "_streams", "_close_at", "_logger")
 _SENDER_NAMES = ("_buffer_start", "_buffer_stop")
 
 
 def check() -> None:
     """Raise `DataplaneError` naming what this version of aioquic lacks."""
     probe = QuicConnection(configuration=QuicConfiguration(is_client=True))
-    sender = QuicStream(stream_id=0).sender
+    stream = QuicStream(stream_id=0)
+    sender = stream.sender
     missing = [name for name in _CONNECTION_NAMES if not hasattr(probe, name)]
     missing += [f"sender.{name}" for name in _SENDER_NAMES if not hasattr(sender, name)]
+    if not hasattr(stream, "is_blocked"):
+        missing.append("stream.is_blocked")
     if missing:
         raise DataplaneError(f"this version of aioquic lacks {', '.join(missing)}: install 1.7.2")
+
+
+class _Silent:
+    """Takes the place of a connection's log: it writes a line a stream, formatted or not."""
+
+    def debug(self, *args: object, **kwargs: object) -> None: ...
+
+    info = warning = debug
+
+
+_SILENT = _Silent()
+
+
+def silence(quic: QuicConnection) -> None:
+    """Keep a connection from logging."""
+    quic._logger = _SILENT  # type: ignore[assignment]
 
 
 def events_of(quic: QuicConnection) -> "deque[Any]":
@@ -52,6 +71,12 @@ def buffered(quic: QuicConnection) -> int:
         stream.sender._buffer_stop - stream.sender._buffer_start
         for stream in quic._streams.values()
     )
+
+
+def is_blocked(quic: QuicConnection, stream_id: int) -> bool | None:
+    """Whether a stream waits for the peer to allow more streams; None: no such stream."""
+    stream = quic._streams.get(stream_id)
+    return None if stream is None else stream.is_blocked
 
 
 def encode_refusal(version: int, source_cid: bytes, destination_cid: bytes, reason: str) -> bytes:

@@ -1,0 +1,8 @@
+"""`python -m dataplane`: the command line."""
+
+import sys
+
+from dataplane.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

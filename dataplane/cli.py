@@ -1,0 +1,281 @@
+"""The command line: `serve`, `client`, `run`, `model install`, `runtime echo|smollm2`.
+
+The rules that hold here:
+
+- Results go to stdout; logs, progress and complaints to stderr. A `DataplaneError` is one line and
+  its exit code; a traceback is a bug.
+- Exit codes: 0 answered or done, 75 every slot taken, 69 nobody can serve, 2 a command line or
+  setting that cannot be taken, 130 Ctrl-C, 1 anything else.
+- Nothing is imported before the command that needs it: `serve` loads no client, `client` no daemon.
+"""
+
+import argparse
+import asyncio
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dataplane import __version__
+from dataplane.config import (
+    PATH,
+    Setting,
+    add_flags,
+    decimal,
+    flag_values,
+    integer,
+    load,
+    state_dir_of,
+    with_defaults,
+)
+from dataplane.errors import DataplaneError, UsageError
+
+if TYPE_CHECKING:
+    from dataplane.cli_client import Question
+
+    Commands = argparse._SubParsersAction["_Parser"]
+
+INTERRUPTED = 128 + signal.SIGINT
+
+_ECHO_FLAGS = ("socket", "slots", "context", "max_output", "vocab_size", "token_delay_ms")
+_MODEL_FLAGS = ("socket", "slots", "context", "max_output", "state_dir")
+
+_MAX_OUTPUT = Setting("max_output", "N", integer(0, 2**32 - 1), "0", "most tokens to answer with")
+_CLIENT_SETTINGS = (
+    Setting("ca", "FILE", PATH, None, "CA to verify with", "ca.pem in the state directory"),
+    _MAX_OUTPUT,
+    Setting("temperature", "T", decimal(0, 100), "0", "0 takes the likeliest token"),
+    Setting("seed", "N", integer(0, 2**32 - 1), "0", "of the sampling; 0 is a random one"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises its complaints, so that `main` says all of them in one way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
+    try:
+        return _run(arguments)
+    except DataplaneError as error:
+        _print_json_failure(arguments, str(error))
+        print(f"dataplane: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        _print_json_failure(arguments, "interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read stdout is gone; without this, Python complains of it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        _print_json_failure(arguments, f"internal error: {error!r}")
+        raise
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as end:  # --help and --version
+        return int(end.code or 0)
+    command: Callable[[argparse.Namespace], int] = options.run
+    code = command(options)
+    sys.stdout.flush()
+    return code
+
+
+def _print_json_failure(arguments: Sequence[str], why: str) -> None:
+    """Keep the promise that `client --json` prints one object, whatever happens."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    if arguments[:1] == ["client"] and "--json" in arguments[:end]:
+        from dataplane.cli_client import Outcome
+
+        print(Outcome(error=why).to_json())
+
+
+def _say(line: str) -> None:
+    print(f"dataplane: {line}", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- the parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="dataplane",
+        description="QUIC ingress for an inference engine: a slot or a 429, at once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"dataplane {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    serve = _command(commands, "serve", _serve, "run the daemon")
+    serve.epilog = "Each setting is also DATAPLANE_NAME in the environment; flags win."
+    add_flags(serve)
+    _add_client(commands)
+    run = _command(commands, "run", _demo, "start a daemon, ask it one question, show the times")
+    run.add_argument("prompt", metavar="PROMPT")
+    run.add_argument("--runtime", choices=("smollm2", "echo"), default="smollm2")
+    _add_settings(run, [_MAX_OUTPUT])
+    model = commands.add_parser("model", help="the small model", allow_abbrev=False)
+    _command(
+        model.add_subparsers(metavar="COMMAND", required=True),
+        "install",
+        _model_install,
+        "fetch the small model and what runs it",
+    )
+    runtime = commands.add_parser("runtime", help="attach a runtime by hand", allow_abbrev=False)
+    runtimes = runtime.add_subparsers(metavar="RUNTIME", required=True)
+    echo = _command(runtimes, "echo", _runtime_echo, "give each prompt back")
+    add_flags(echo, _ECHO_FLAGS)
+    smollm2 = _command(runtimes, "smollm2", _runtime_smollm2, "the small model on the CPU")
+    add_flags(smollm2, _MODEL_FLAGS)
+    return parser
+
+
+def _command(
+    commands: "Commands", name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_client(commands: "Commands") -> None:
+    parser = _command(commands, "client", _client, "ask a daemon one question")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("prompt", metavar="PROMPT", nargs="?", help="text, as the user's message")
+    prompt.add_argument("--ids", metavar="1,2,3", help="token ids; the answer's are printed")
+    prompt.add_argument("--ids-file", metavar="FILE", help="the same, in a file")
+    parser.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        default="localhost:4433",
+        help="the daemon's --listen (default: localhost:4433)",
+    )
+    parser.add_argument("--protocol", choices=("raw", "h3"), default="raw")
+    _add_settings(parser, _CLIENT_SETTINGS)
+    parser.add_argument(
+        "--no-chat", action="store_true", help="send the text as it is, without the chat template"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
+
+
+def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) -> None:
+    for setting in settings:
+        parser.add_argument(setting.flag, metavar=setting.unit, help=setting.say())
+
+
+def _values(options: argparse.Namespace, settings: Iterable[Setting]) -> dict[str, Any]:
+    """The parsed values of settings that only flags can set."""
+    given: Mapping[str, str | None] = vars(options)
+    values: dict[str, Any] = {}
+    for setting in settings:
+        text = given[setting.name]
+        text = setting.default if text is None else text
+        values[setting.name] = None if text is None else setting.parse_flag(text)
+    return values
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = load(vars(options), os.environ)
+    from dataplane.daemon import serve
+
+    return serve(config)
+
+
+def _client(options: argparse.Namespace) -> int:
+    from dataplane import cli_client
+
+    values = _values(options, _CLIENT_SETTINGS)
+    if options.protocol == "h3":
+        raise UsageError("--protocol h3: this version speaks prompt/1 only; use --protocol raw")
+    question = _question(options, values)
+    show = cli_client.show_nothing if options.json else cli_client.show_on_stdout
+    outcome = asyncio.run(cli_client.ask(options.server, values["ca"], question, show))
+    if options.json:
+        print(outcome.to_json())
+    else:
+        cli_client.end_line(outcome)
+    cli_client.complain(outcome)
+    if outcome.answered and not options.json:
+        cli_client.show_times(outcome.timings_us, ("queue", "ingress", "first_token", "total"))
+    return outcome.exit_code
+
+
+def _question(options: argparse.Namespace, values: Mapping[str, Any]) -> "Question":
+    from dataplane.cli_client import ModelCodec, Question, parse_ids, read_ids
+
+    text = None
+    if options.ids is not None:
+        ids = parse_ids("--ids", options.ids)
+    elif options.ids_file is not None:
+        ids = read_ids(options.ids_file)
+    else:
+        codec = ModelCodec(state_dir_of(None, os.environ), chat=not options.no_chat)
+        ids, text = codec.encode(options.prompt), codec.stream()
+    return Question(ids, text, values["max_output"], values["temperature"], values["seed"])
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from dataplane.demo import run
+
+    values = _values(options, [_MAX_OUTPUT])
+    state_dir = state_dir_of(None, os.environ)
+    return run(options.runtime, options.prompt, values["max_output"], state_dir)
+
+
+def _model_install(options: argparse.Namespace) -> int:
+    from dataplane.model import install
+
+    install(_say)
+    return 0
+
+
+def _runtime_settings(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    if options.socket is None:
+        raise UsageError("--socket is required: the Unix socket that the daemon's --socket names")
+    return with_defaults(flag_values(vars(options), names), names)
+
+
+def _runtime_echo(options: argparse.Namespace) -> int:
+    values = _runtime_settings(options, _ECHO_FLAGS)
+    from dataplane.runtime.echo import main as echo
+
+    return echo(
+        values["socket"],
+        values["slots"],
+        values["context"],
+        values["max_output"],
+        values["vocab_size"],
+        values["token_delay_ms"],
+        _say,
+    )
+
+
+def _runtime_smollm2(options: argparse.Namespace) -> int:
+    values = _runtime_settings(options, _MODEL_FLAGS)
+    state_dir = values["state_dir"] or state_dir_of(None, os.environ)
+    from dataplane.identity import make_state_dir
+    from dataplane.runtime.smollm2 import main as smollm2
+
+    make_state_dir(state_dir)
+    smollm2(
+        values["socket"],
+        values["slots"],
+        values["context"],
+        values["max_output"],
+        _say,
+        cache_dir=state_dir,
+    )
+    return 0

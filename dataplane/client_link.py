@@ -1,0 +1,321 @@
+"""One QUIC connection of a client: resolve, connect, open streams, learn at once when it is over.
+
+It knows nothing of what the streams carry. The rules that hold here:
+
+- Nobody waits for what cannot come: every open stream hears of the connection's end, whoever ended
+  it and however (a close, silence, a refused datagram, TLS).
+- The UDP socket is connected, so that the kernel tells when nobody listens.
+- While an answer is awaited the link is kept alive: a model may think for longer than a connection
+  may be silent.
+"""
+
+import asyncio
+import socket
+from typing import Any, Protocol
+
+from aioquic.asyncio.protocol import QuicConnectionProtocol
+from aioquic.quic.configuration import QuicConfiguration
+from aioquic.quic.connection import QuicConnection
+from aioquic.quic.events import (
+    ConnectionTerminated,
+    HandshakeCompleted,
+    QuicEvent,
+    StreamDataReceived,
+    StreamReset,
+)
+from aioquic.quic.packet import QuicErrorCode
+from aioquic.tls import AlertDescription
+
+from dataplane import quic as private
+from dataplane.config import Address, format_address
+from dataplane.errors import UnavailableError
+
+KEEP_ALIVE_S = 0.5
+_RECEIVE_BUFFER = 1 << 20
+_CANCELLED = 0
+
+
+class Receiver(Protocol):
+    """Whoever opened a stream."""
+
+    def on_data(self, data: bytes, fin: bool) -> None:
+        """The stream's next bytes."""
+
+    def on_reset(self, code: int) -> None:
+        """The peer gave the stream up."""
+
+    def on_lost(self, why: str) -> None:
+        """The connection is over."""
+
+
+class Link(QuicConnectionProtocol):
+    """A connection. `lost` is why it is over, or None."""
+
+    def __init__(self, quic: QuicConnection, peer: Any) -> None:
+        super().__init__(quic)
+        self.established: asyncio.Future[None] = self._loop.create_future()
+        self.lost: str | None = None
+        self._peer = peer
+        self._receivers: dict[int, Receiver] = {}
+        self._heard = False
+        self._flush_due = False
+        self._keep_alive: asyncio.TimerHandle | None = None
+
+    # -------------------------------------------------------- streams
+
+    def open(self, receiver: Receiver, data: bytes, fin: bool) -> int:
+        """Open a stream with its first bytes.
+
+        Raises:
+            UnavailableError: The connection is over.
+        """
+        if self.lost is not None:
+            raise UnavailableError(self.lost)
+        stream_id = self._quic.get_next_available_stream_id()
+        self._receivers[stream_id] = receiver
+        self._quic.send_stream_data(stream_id, data, fin)
+        self._flush_soon()
+        if self._keep_alive is None:
+            self._keep_alive = self._loop.call_later(KEEP_ALIVE_S, self._stay_alive)
+        return stream_id
+
+    def send(self, stream_id: int, data: bytes, fin: bool) -> bool:
+        """Send more on a stream; False if the peer has stopped it or the connection is over."""
+        try:
+            self._quic.send_stream_data(stream_id, data, fin)
+        except (RuntimeError, ValueError):
+            return False
+        self._flush_soon()
+        return self.lost is None
+
+    def abandon(self, stream_id: int) -> None:
+        """Give a stream up in both directions: STOP_SENDING and RESET_STREAM."""
+        if self._receivers.pop(stream_id, None) is None or self.lost is not None:
+            return
+        blocked = private.is_blocked(self._quic, stream_id)
+        if blocked is None:
+            return
+        if blocked:
+            # It waits for the peer to allow more streams, and aioquic would send a reset even so,
+            # which ends the connection. The request goes out in its time, and its answer's first
+            # bytes end it.
+            self._receivers[stream_id] = _Unwanted(self, stream_id)
+            return
+        self._quic.stop_stream(stream_id, _CANCELLED)
+        self._quic.reset_stream(stream_id, _CANCELLED)
+        self._flush_soon()
+
+    def shut(self) -> None:
+        """Close the connection from this side."""
+        self._finish("the connection was closed by this side")
+
+    # -------------------------------------------------------- what aioquic calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.connect(self._peer)
+
+    def datagram_received(self, data: bytes | str, addr: Any) -> None:
+        self._heard = True
+        # The socket is connected: the peer has one address, whatever form the kernel gives it.
+        super().datagram_received(data, self._peer)
+        if self.lost is None and private.is_closing(self._quic):
+            self._skip_closing_period()
+
+    def error_received(self, exc: Exception) -> None:
+        if isinstance(exc, ConnectionRefusedError):
+            self._finish(
+                "nobody listens there any more" if self._is_up() else "nobody listens there"
+            )
+        elif not self._is_up():
+            self._finish(str(exc))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish(f"the socket was closed: {exc}")
+
+    def quic_event_received(self, event: QuicEvent) -> None:
+        if isinstance(event, StreamDataReceived):
+            receiver = self._receivers.get(event.stream_id)
+            if event.end_stream:
+                self._receivers.pop(event.stream_id, None)
+            if receiver is not None:
+                receiver.on_data(event.data, event.end_stream)
+        elif isinstance(event, StreamReset):
+            receiver = self._receivers.pop(event.stream_id, None)
+            if receiver is not None:
+                receiver.on_reset(event.error_code)
+        elif isinstance(event, HandshakeCompleted):
+            if not self.established.done():
+                self.established.set_result(None)
+        elif isinstance(event, ConnectionTerminated):
+            self._finish(_closing_words(event, self._is_up()))
+
+    # -------------------------------------------------------- inside
+
+    def _is_up(self) -> bool:
+        return self.established.done() and self.established.exception() is None
+
+    def _flush_soon(self) -> None:
+        """One datagram for all that is sent in one turn of the loop."""
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        self.transmit()
+
+    def _stay_alive(self) -> None:
+        self._keep_alive = None
+        if not self._receivers or self.lost is not None:
+            return
+        if not self._heard:
+            self._quic.send_ping(0)
+            self.transmit()
+        self._heard = False
+        self._keep_alive = self._loop.call_later(KEEP_ALIVE_S, self._stay_alive)
+
+    def _skip_closing_period(self) -> None:
+        """Have the end now. RFC 9000 section 10.2 has it wait for stray packets, which matter to a
+        server's port and not to a socket that goes away."""
+        timer = self._quic.get_timer()
+        if timer is not None:
+            self._quic.handle_timer(timer)
+        event = self._quic.next_event()
+        while event is not None:
+            self.quic_event_received(event)
+            event = self._quic.next_event()
+
+    def _finish(self, why: str) -> None:
+        if self.lost is not None:
+            return
+        self.lost = why
+        self._quic.close()  # nothing, if that is how it ended
+        self.transmit()
+        self._skip_closing_period()
+        self.transmit()  # which disarms the timer
+        if self._keep_alive is not None:
+            self._keep_alive.cancel()
+        if not self.established.done():
+            self.established.set_exception(UnavailableError(why))
+            self.established.exception()  # whoever gave up waiting leaves no complaint behind
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
+            receiver.on_lost(why)
+        if self._transport is not None:
+            self._transport.close()
+
+
+class _Unwanted:
+    """Takes the place of a receiver that gave up before its stream could be given up."""
+
+    def __init__(self, link: Link, stream_id: int) -> None:
+        self._link = link
+        self._stream_id = stream_id
+
+    def on_data(self, data: bytes, fin: bool) -> None:
+        if not fin:
+            self._link.abandon(self._stream_id)
+
+    def on_reset(self, code: int) -> None:
+        pass
+
+    def on_lost(self, why: str) -> None:
+        pass
+
+
+def _closing_words(event: ConnectionTerminated, was_up: bool) -> str:
+    reason = event.reason_phrase
+    alert = event.error_code - QuicErrorCode.CRYPTO_ERROR
+    if 0 <= alert < 256:
+        if alert == AlertDescription.no_application_protocol:
+            return "the server speaks another protocol (ALPN)"
+        return f"TLS: {reason or f'alert {alert}'}"
+    if reason == "Idle timeout":
+        return "the server fell silent" if was_up else "no answer"
+    if event.error_code == QuicErrorCode.CONNECTION_REFUSED:
+        return f"the server refuses connections{': ' * bool(reason)}{reason}"
+    code = "" if event.error_code == QuicErrorCode.NO_ERROR else f" with code {event.error_code}"
+    return f"the server closed the connection{code}{': ' * bool(reason)}{reason}"
+
+
+# ---------------------------------------------------------------- connecting
+
+
+async def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    if host == "localhost":
+        # A hosts file may know one of them only, or another than the daemon bound.
+        return [
+            (socket.AF_INET6, ("::1", port, 0, 0)),
+            (socket.AF_INET, ("127.0.0.1", port)),
+        ]
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError) as error:
+        raise UnavailableError(f"the host name {host} does not resolve: {error}") from error
+    return [(family, address) for family, _, _, _, address in found]
+
+
+async def _attempt(
+    family: socket.AddressFamily, address: Any, configuration: QuicConfiguration, timeout: float
+) -> Link:
+    """One address. Raises `UnavailableError` with the reason alone."""
+    try:
+        sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise UnavailableError(error.strerror or str(error)) from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
+        sock.connect(address)
+        quic = QuicConnection(configuration=configuration)
+        _, link = await asyncio.get_running_loop().create_datagram_endpoint(
+            lambda: Link(quic, address), sock=sock
+        )
+    except OSError as error:
+        sock.close()
+        raise UnavailableError(error.strerror or str(error)) from error
+    try:
+        async with asyncio.timeout(timeout):
+            await asyncio.shield(link.established)
+    except TimeoutError:
+        link.shut()
+        raise UnavailableError(f"no answer within {timeout:.1f} s") from None
+    except BaseException:
+        link.shut()
+        raise
+    return link
+
+
+async def open_link(
+    server: Address,
+    ca_pem: bytes,
+    alpn: str,
+    *,
+    timeout: float,
+    idle_timeout: float,
+    server_name: str | None,
+) -> Link:
+    """Connect to the first of a host's addresses that takes the connection.
+
+    Raises:
+        UnavailableError: None does; the text gives each one's reason.
+    """
+    host, port = server
+    configuration = QuicConfiguration(
+        is_client=True,
+        alpn_protocols=[alpn],
+        cadata=ca_pem,
+        server_name=server_name or host,
+        idle_timeout=idle_timeout,
+    )
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    addresses = await _resolve(host, port)
+    reasons = []
+    for place, (family, address) in enumerate(addresses):
+        share = (deadline - loop.time()) / (len(addresses) - place)
+        try:
+            return await _attempt(family, address, configuration, max(0.0, share))
+        except UnavailableError as error:
+            reasons.append(f"{format_address(address[:2])}: {error}")
+    raise UnavailableError(f"no connection to {format_address(server)} ({'; '.join(reasons)})")
