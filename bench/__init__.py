@@ -1,1 +1,1 @@
-"""Measurements. Ratios within one run are meant to be compared; absolute times depend on the machine."""
+"""Measurements: compare ratios within one run; absolute times depend on the machine."""

@@ -1,8 +1,9 @@
 """What admission costs on top of the transport: `python -m bench.admission`.
 
-Server CPU a request of the daemon (`null` runtime: parse, claim, id check, write, publish, verdict) against a bare aioquic
-echo with the same request and answer sizes, both under the same load, turn about, in one run. The target is a ratio of at most
-1.3. Also the daemon's memory between its 10,000th and its last request.
+Server CPU a request of the daemon (`null` runtime: parse, claim, id check, write, publish, verdict)
+against a bare aioquic echo with the same request and answer sizes, both under the same load, turn
+about, in one run. The target is a ratio of at most 1.3. Also the daemon's memory between its
+10,000th and its last request.
 """
 
 import argparse
@@ -53,7 +54,8 @@ def compare(options: argparse.Namespace, directory: str, progress: Progress) -> 
     bare.append(f"--answer-bytes={ANSWER_BYTES}")
     daemon = ["-m", "dataplane", "serve", "--runtime=null", "--listen=localhost:0"]
     daemon += ["--admin=localhost:0", f"--state-dir={state}", f"--vocab-size={50_000}"]
-    daemon += [f"--slots={SLOTS}", f"--max-writing={SLOTS}", f"--context={max(1024, options.tokens)}"]
+    daemon += [f"--slots={SLOTS}", f"--max-writing={SLOTS}"]
+    daemon.append(f"--context={max(1024, options.tokens)}")
     rounds = progress.add_task("rounds", total=options.rounds * 2 + 1)
     costs: dict[str, list[float]] = {"bare": [], "dataplane": []}
     with process(bare) as (bare_pid, bare_port), process(daemon) as (pid, ready):
@@ -112,7 +114,8 @@ def main() -> int:
         assert isinstance(cpu, dict)
         print(f"server CPU a request: bare {cpu['bare']} µs, dataplane {cpu['dataplane']} µs")
         print(f"ratio {result['ratio']} (target: at most {TARGET})")
-        print(f"memory grew by {result['rss_growth_bytes']} bytes over {result['requests']} requests")
+        growth = result["rss_growth_bytes"]
+        print(f"memory grew by {growth} bytes by request {result['requests']}")
     ratio = result["ratio"]
     assert isinstance(ratio, float)
     return 0 if ratio <= TARGET else 1

@@ -1,7 +1,8 @@
 """The yardstick of `bench/admission.py`: the least that a server on aioquic does, done with care.
 
-A non-blocking socket drained up to 64 datagrams at a time, routing by connection ID, events after each datagram and one
-`datagrams_to_send` a batch. It answers a request, once whole, with as many bytes as the daemon does, in one write, and
+A non-blocking socket drained up to 64 datagrams at a time, routing by connection ID, events after
+each datagram and one `datagrams_to_send` a batch. It answers a request, once whole, with as many
+bytes as the daemon does, in one write, and
 does nothing else: no header is read, no id is checked, no slot is held.
 """
 

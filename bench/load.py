@@ -1,6 +1,7 @@
-"""A closed-loop load on one QUIC connection: so many streams in flight, each a request and its whole answer.
+"""A closed-loop load on one QUIC connection: so many requests in flight, each on its stream.
 
-The same bytes go to every server that is compared, and what comes back is counted, not understood. It runs on aioquic, so it
+The same bytes go to every server that is compared, and what comes back is counted, not understood.
+It runs on aioquic, so it
 costs more than the server: measure the server's CPU with it, never its latency.
 """
 

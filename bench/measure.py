@@ -12,7 +12,7 @@ CLIENT_CORE = 1
 
 
 def cpu_ns(pid: int) -> int:
-    """Return the CPU time of every thread of a process in ns, from the scheduler's own accounting."""
+    """Return the CPU time of all threads of a process in ns, as the scheduler accounts it."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -16,9 +16,10 @@ import msgspec
 
 from dataplane._native import lib
 from dataplane.attach import AttachServer
-from dataplane.errors import Status, UsageError
+from dataplane.errors import Status
 from dataplane.latency import WINDOWS_S, Series
 from dataplane.slots import State, unpack_word
+from dataplane.sockets import bind
 from dataplane.stats import Stats
 
 REQUEST_WITHIN_S = 10.0
@@ -138,7 +139,7 @@ class AdminServer:
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; return the first address.
@@ -146,32 +147,15 @@ class AdminServer:
         Raises:
             UsageError: The port is taken, or the host does not resolve.
         """
-        try:
-            self._server = await self._listen(host, port)
-        except OSError as error:
-            raise UsageError(
-                f"--admin: {host}:{port} cannot be used: {error.strerror or error}"
-            ) from error
-        sockets = sorted(self._server.sockets, key=lambda sock: sock.family)
+        sockets = bind("--admin", host, port, socket.SOCK_STREAM)
+        for sock in sockets:
+            self._servers.append(await asyncio.start_server(self._serve, sock=sock))
         address = sockets[0].getsockname()
         return address[0], address[1]
 
-    async def _listen(self, host: str, port: int) -> asyncio.Server:
-        server = await asyncio.start_server(self._serve, host, port)
-        ports = {sock.getsockname()[1] for sock in server.sockets}
-        if len(ports) == 1:
-            return server
-        # Port 0 gave each address a port of its own; take one and ask for it everywhere.
-        for sock in server.sockets:
-            if sock.family == socket.AF_INET:
-                port = sock.getsockname()[1]
-        server.close()
-        await server.wait_closed()
-        return await asyncio.start_server(self._serve, host, port, reuse_address=True)
-
     async def stop(self) -> None:
-        if self._server:
-            self._server.close()
+        for server in self._servers:
+            server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = h11.Connection(h11.SERVER)

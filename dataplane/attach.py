@@ -176,6 +176,9 @@ class AttachServer:
             async with asyncio.timeout(HANDSHAKE_S):
                 pid = check_peer(connection)
                 line = await _read_line(connection, fds)
+                if not line and not fds:
+                    connection.close()  # Somebody looked whether anyone listens here.
+                    return
                 attachment = self._admit(line, fds, pid)
             reply = msgspec.json.encode(
                 {
@@ -209,8 +212,6 @@ class AttachServer:
             self.current = None
 
     def _admit(self, line: bytes, fds: list[int], pid: int) -> Attachment:
-        if not line:
-            raise AttachError("the connection ended before a line")
         manifest = decode_manifest(line)
         if self.current is not None:
             raise AttachError(

@@ -81,6 +81,7 @@ class Connection:
         self.timer_at: float | None = None
         self.extra: Any = None
         self._owner = owner
+        private.silence(quic)
         self._events = private.events_of(quic)
         self._buffered = 0
 

@@ -17,11 +17,12 @@ from dataplane.admin import AdminServer, Pages
 from dataplane.attach import Attachment, AttachServer
 from dataplane.errors import DataplaneError, Refusal, ResetCode, Status
 from dataplane.fronts.prompt1 import Prompt1
-from dataplane.identity import Identity, load_identity
+from dataplane.identity import Identity, load_identity, make_state_dir
 from dataplane.ingress import DRAINING, Ingress
-from dataplane.listener import Listener, WakingSelector, bind
+from dataplane.listener import Listener, WakingSelector
 from dataplane.manifest import Manifest
 from dataplane.region import create_region
+from dataplane.sockets import bind
 from dataplane.stats import Stats
 from dataplane.supervise import Supervisor
 from dataplane.table import HostTable
@@ -102,7 +103,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
-        sockets = bind(*self.config.listen)
+        sockets = bind("--listen", *self.config.listen, socket.SOCK_DGRAM)
         selector = loop._selector  # type: ignore[attr-defined]  # made in serve()
         try:
             await self.attachments.start()
@@ -201,8 +202,8 @@ class Daemon:
 def _settle_collector() -> None:
     """Keep the garbage collector off the packet loop's way.
 
-    What start-up made is not looked at again. What a request makes is freed by reference counts; the
-    few cycles of a connection's end can wait for a rarer pass.
+    What start-up made is not looked at again. What a request makes is freed by reference counts;
+    the few cycles of a connection's end can wait for a rarer pass.
     """
     gc.collect()
     gc.freeze()
@@ -256,9 +257,8 @@ def serve(config: "ServeConfig") -> int:
         DataplaneError: It cannot start; the text says what to change.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="dataplane: %(message)s")
-    # aioquic logs each connection's life at this level.
-    logging.getLogger("quic").setLevel(logging.ERROR)
     private.check()
+    make_state_dir(config.state_dir)
     identity = load_identity(config.state_dir, config.listen[0], config.cert, config.key)
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(WakingSelector())) as runner:
         return runner.run(_run(config, identity))

@@ -148,6 +148,5 @@ class Egress:
         """The request holds no slot any more."""
         exchange.live = False
         stats = self.stats
-        stats.in_flight -= 1
         held = stats.now - exchange.started
         stats.hold_s += (held - stats.hold_s) * (_HOLD_WEIGHT if stats.hold_s else 1.0)

@@ -23,7 +23,7 @@ class Front(Protocol):
     """A wire format: how an answer is written. Implemented by `dataplane.fronts`."""
 
     def answer(self, exchange: "Exchange", ids: bytes, finish: int) -> None:
-        """Send output ids (u32 LE): after the 200 if that is due, before the end if `finish`."""
+        """Send output ids (u32 LE), after the 200 if that is due, before the end if `finish`."""
 
     def refuse(self, exchange: "Exchange", refusal: Refusal) -> None:
         """End a request that held a slot and was not answered."""
@@ -55,10 +55,10 @@ class Exchange:
 
     # fmt: off
     __slots__ = (
-        "answered", "body_due", "complete_ns", "connection", "deadline_ms", "extra", "first_us", "free_left",
-        "front", "generation", "ingress_us", "live", "max_output", "n_tokens", "pickup_us",
-        "published_ns", "queue_ns", "queue_us", "request_id", "sent", "slot", "started",
-        "stream_id", "total_us", "watch", "writing",
+        "answered", "body_due", "complete_ns", "connection", "deadline_ms", "extra", "first_us",
+        "free_left", "front", "generation", "ingress_us", "live", "max_output", "n_tokens",
+        "pickup_us", "published_ns", "queue_ns", "queue_us", "request_id", "sent", "slot",
+        "started", "stream_id", "total_us", "watch", "writing",
     )
     # fmt: on
 

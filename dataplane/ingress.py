@@ -128,36 +128,28 @@ class Ingress:
         max_output = max_output or region.max_output
         slot = table.admit(request, request_id, max_output)
         queue_ns = _realtime_ns() - ready_ns
-        self.queue_us = queue_ns // 1000 if queue_ns > 0 else 0
         if slot < 0:
-            self._latency.record_ns(_QUEUE, queue_ns)
+            self.queue_us = self._latency.record_ns(_QUEUE, queue_ns)
             return Refusal(Status.BUSY, "every slot is taken", self.retry_after_ms())
         exchange = self._exchanges[slot]
         exchange.front = front
         exchange.connection = connection
         exchange.stream_id = stream_id
         exchange.request_id = request_id
-        exchange.max_output = max_output
-        exchange.queue_ns = queue_ns
-        self._hold(table, exchange, request)
-        return exchange
-
-    def _hold(self, table: HostTable, exchange: Exchange, request: Request) -> None:
-        """Begin a request on its exchange: everything that the last one left is overwritten."""
         exchange.generation = table.generation
         exchange.free_left = table.free_left
+        exchange.n_tokens = request.n_tokens
+        exchange.max_output = max_output
+        exchange.deadline_ms = request.deadline_ms
+        exchange.queue_us = queue_ns // 1000 if queue_ns > 0 else 0
+        exchange.queue_ns = queue_ns
+        exchange.started = self.stats.now
         exchange.live = exchange.writing = True
         exchange.answered = False
         exchange.sent = exchange.complete_ns = 0
-        exchange.queue_us = self.queue_us
-        exchange.n_tokens = request.n_tokens
-        exchange.deadline_ms = request.deadline_ms
-        exchange.pickup_us = exchange.first_us = -1
-        exchange.connection.writing += 1
-        stats = self.stats
-        exchange.started = stats.now
-        stats.claimed += 1
-        stats.in_flight += 1
+        connection.writing += 1
+        self.stats.claimed += 1
+        return exchange
 
     def _new_id(self) -> int:
         request_id = self._next_id
@@ -211,10 +203,11 @@ class Ingress:
         )
         if self._null:
             table.revoke(slot, exchange.generation)
-            self.egress.ended(exchange)
+            exchange.live = False
             self.stats.completed += 1
             exchange.front.answer(exchange, b"", _STOP)
             return None
+        exchange.pickup_us = exchange.first_us = -1
         table.watch(exchange)
         self.egress.unanswered.append(exchange)
         if exchange.deadline_ms:

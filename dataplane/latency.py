@@ -19,6 +19,8 @@ MAX_US: int = lib.DP_LATENCY_MAX_US
 DIGITS = 3
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
+_record, _record_pair = lib.dp_latency_record, lib.dp_latency_record_pair
+
 
 class Series(IntEnum):
     """What is measured, in µs."""
@@ -50,7 +52,7 @@ class Latency:
             self.negative += 1
             return 0
         microseconds = difference_ns // 1000
-        lib.dp_latency_record(self._native, series, microseconds, self.now_s)
+        _record(self._native, series, microseconds, self.now_s)
         return microseconds
 
     def record_pair_ns(self, series: int, first_ns: int, second_ns: int) -> int:
@@ -59,7 +61,7 @@ class Latency:
             self.record_ns(series, first_ns)
             return self.record_ns(series + 1, second_ns)
         microseconds = second_ns // 1000
-        lib.dp_latency_record_pair(self._native, series, first_ns // 1000, microseconds, self.now_s)
+        _record_pair(self._native, series, first_ns // 1000, microseconds, self.now_s)
         return microseconds
 
     def _window(self, series: int, window_s: int) -> int:

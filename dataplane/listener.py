@@ -27,7 +27,6 @@ from aioquic.quic.packet import (
 
 from dataplane._native import ffi, lib
 from dataplane.connection import Connection, StreamFront
-from dataplane.errors import UsageError
 from dataplane.ingress import Ingress
 from dataplane.quic import encode_refusal
 
@@ -71,48 +70,6 @@ class Socket:
         for _ in range(1000):
             if lib.dp_udp_receive(self.udp):
                 return
-
-
-def bind(host: str, port: int) -> list[socket.socket]:
-    """Bind every address of a host, IPv4 first, all on one port (0: a free one that all can have).
-
-    Raises:
-        UsageError: The host does not resolve, or the port is taken or not allowed.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise UsageError(f"--listen: {host} does not resolve: {error.strerror}") from error
-    addresses = sorted({(family, str(address[0])) for family, _, _, _, address in found})
-    for _ in range(20):
-        bound: list[socket.socket] = []
-        try:
-            for family, address in addresses:
-                at = bound[0].getsockname()[1] if bound else port
-                bound.append(_bind_one(family, address, at))
-            return bound
-        except OSError as error:
-            for sock in bound:
-                sock.close()
-            if port:
-                raise UsageError(
-                    f"--listen: {host}:{port} cannot be used: {error.strerror}"
-                ) from error
-    raise UsageError(f"--listen: no free port that every address of {host} can have")
-
-
-def _bind_one(family: int, address: str, port: int) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    try:
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
-        sock.bind((address, port))
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 class WakingSelector(selectors.EpollSelector):

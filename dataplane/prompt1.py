@@ -153,9 +153,8 @@ def _ended_in_header(have: int) -> Refusal:
 
 def _parse_short(data: bytes | bytearray, fin: bool) -> Refusal | None:
     """Fewer bytes than the shortest header: refuse what can be told already."""
-    magic = bytes(data[:4])
-    if magic != REQUEST_MAGIC[: len(magic)]:
-        return _bad(f"the stream begins with {magic.hex()}, not with the magic DPQ1")
+    if not REQUEST_MAGIC.startswith(bytes(data[:4])):
+        return _bad_prefix(bytes(data[:4]), 0)
     if len(data) >= 6:
         length = int.from_bytes(data[4:6], "little")
         if not HEADER_MIN <= length <= HEADER_MAX:

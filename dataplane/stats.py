@@ -18,7 +18,6 @@ class Stats:
         answers: Answers by status; a 200 counts when it is written.
         claimed, completed, cancelled, failed: Slots claimed; answers that ended whole, by the
         client's leaving, by an error.
-        in_flight: Requests that hold a slot now.
         hold_s: Smoothed time that a request holds its slot, in seconds, for retry-after.
     """
 
@@ -30,8 +29,12 @@ class Stats:
         self.completed = 0
         self.cancelled = 0
         self.failed = 0
-        self.in_flight = 0
         self.hold_s = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that hold a slot now: each one claimed ends in one of the other three."""
+        return self.claimed - self.completed - self.cancelled - self.failed
 
     def begin_pass(self, now: float) -> None:
         """Set the time that this pass counts with."""

@@ -43,9 +43,10 @@ class Supervisor:
 
     async def _run(self) -> None:
         while True:
+            # A session of its own: Ctrl-C reaches the daemon alone, which drains first.
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "dataplane", "runtime", *self._arguments,
-                stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr,
+                stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True,
             )  # fmt: skip
             status = await self._process.wait()
             if not self._was_ready:

@@ -12,6 +12,13 @@ from dataplane._native import ffi, lib
 from dataplane.prompt1 import Request
 from dataplane.region import Region
 
+# Bound once: looking a name up in `lib` costs as much as some of these calls.
+_admit, _write, _submit, _apply, _poll = (
+    lib.dp_admit, lib.dp_write, lib.dp_submit, lib.dp_apply, lib.dp_poll,
+)  # fmt: skip
+_REVOKE: int = lib.DP_REVOKE
+_RELEASE: int = lib.DP_RELEASE
+
 
 class Watched(Protocol):
     """What is watched from publish to the end of its answer."""
@@ -79,7 +86,7 @@ class HostTable:
             start = self._next_probe
             self._next_probe = start + 1 if start + 1 < count else 0
         claimed = self._claimed
-        status: int = lib.dp_admit(
+        status: int = _admit(
             self._native, self.owner, self.first, count, start, probes, request_id,
             request.n_tokens, request.width, max_output, request.temperature, request.top_p,
             request.top_k, request.seed, claimed,
@@ -92,11 +99,11 @@ class HostTable:
 
     def write(self, slot: int, body: bytes, offset: int, length: int) -> int:
         """Append `length` bytes of the body from `offset` of `body`: 0, OVERFLOW or BAD_TOKEN."""
-        return lib.dp_write(self._native, slot, body, offset, length)  # type: ignore[no-any-return]
+        return _write(self._native, slot, body, offset, length)  # type: ignore[no-any-return]
 
     def submit(self, slot: int, generation: int, body: bytes, offset: int, length: int) -> int:
         """Append the last part and publish: when (CLOCK_REALTIME ns), or a negative status."""
-        return lib.dp_submit(  # type: ignore[no-any-return]
+        return _submit(  # type: ignore[no-any-return]
             self._native, slot, generation, body, offset, length
         )
 
@@ -114,7 +121,7 @@ class HostTable:
 
     def revoke(self, slot: int, generation: int) -> int:
         """Take a READY slot back."""
-        return int(lib.dp_apply(self._native, slot, generation, lib.DP_REVOKE))
+        return _apply(self._native, slot, generation, _REVOKE)  # type: ignore[no-any-return]
 
     def cancel(self, slot: int, generation: int) -> int:
         """Ask the runtime to finish a RUNNING slot, and ring it."""
@@ -122,7 +129,7 @@ class HostTable:
 
     def release(self, slot: int, generation: int) -> int:
         """Free a DONE slot."""
-        return int(lib.dp_apply(self._native, slot, generation, lib.DP_RELEASE))
+        return _apply(self._native, slot, generation, _RELEASE)  # type: ignore[no-any-return]
 
     def let_go(self, slot: int, generation: int) -> int:
         """End the hold whatever the state: abort, revoke, cancel or release."""
@@ -155,7 +162,7 @@ class HostTable:
         count = len(self._watched)
         if not count:
             return []
-        changed: int = lib.dp_poll(self._native, self._watches, count, self._changed)
+        changed: int = _poll(self._native, self._watches, count, self._changed)
         if not changed:
             return []
         found = [self._watched[self._changed[i]] for i in range(changed)]

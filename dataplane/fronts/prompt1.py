@@ -63,23 +63,33 @@ class Prompt1:
                 connection.streams[stream_id] = CLOSED
                 connection.stop(stream_id, 0)
                 return
-            self._header(connection, stream_id, data, fin, at_ns)
+            self._header(None, connection, stream_id, data, fin, at_ns)
         elif state.__class__ is Exchange:
             self._body(state, data, 0, fin, at_ns)
         elif state.__class__ is _Header:
             state.data += data
-            self._header(connection, stream_id, state.data, fin, at_ns)
+            self._header(state, connection, stream_id, state.data, fin, at_ns)
         elif fin:
             del connection.streams[stream_id]
 
-    def _header(self, connection: Any, stream_id: int, data: bytes, fin: bool, at_ns: int) -> None:
+    def _header(
+        self,
+        waiting: _Header | None,
+        connection: Any,
+        stream_id: int,
+        data: bytes,
+        fin: bool,
+        at_ns: int,
+    ) -> None:
         request = parse_request(data, fin)
         if request is None:
-            self._keep_header(connection, stream_id, data)
+            if waiting is None:
+                waiting = _Header(self, connection, stream_id, data)
+                connection.streams[stream_id] = waiting
+                self._ingress.expect_header(waiting)
             return
-        waited = connection.streams.get(stream_id)
-        if waited is not None:
-            self._ingress.expect_no_header(waited)
+        if waiting is not None:
+            self._ingress.expect_no_header(waiting)
         if isinstance(request, Refusal):
             self.refuse_stream(connection, stream_id, 0, request, fin)
             return
@@ -94,12 +104,6 @@ class Prompt1:
         if not fin:
             ingress.expect_body(exchange)
         self._body(exchange, data, request.header_bytes, fin, at_ns)
-
-    def _keep_header(self, connection: Any, stream_id: int, data: bytes) -> None:
-        if stream_id not in connection.streams:
-            state = _Header(self, connection, stream_id, data)
-            connection.streams[stream_id] = state
-            self._ingress.expect_header(state)
 
     def drop_header(self, state: _Header) -> None:
         """Forget a header that is not waited for any more."""
