@@ -38,6 +38,7 @@ class StreamFront(Protocol):
     def stream_reset(self, connection: Any, stream_id: int) -> None: ...
     def stop_sending(self, connection: Any, stream_id: int) -> None: ...
     def left(self, connection: Any) -> None: ...
+    def drain(self, connection: Any) -> None: ...
 
 
 class Owner(Protocol):
@@ -169,6 +170,10 @@ class Connection:
         self._buffered += len(data)
         if not self.dirty:
             self._owner.touched(self)
+
+    def next_uni_stream_id(self) -> int:
+        """Return the next unidirectional stream that this side may open."""
+        return self.quic.get_next_available_stream_id(is_unidirectional=True)
 
     def reset(self, stream_id: int, code: int) -> None:
         """Break off what is sent on a stream."""

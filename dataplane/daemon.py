@@ -16,6 +16,8 @@ from dataplane import quic as private
 from dataplane.admin import AdminServer, Pages
 from dataplane.attach import Attachment, AttachServer
 from dataplane.errors import DataplaneError, Refusal, ResetCode, Status
+from dataplane.fronts import generate
+from dataplane.fronts.generate import Generate, TextModel
 from dataplane.fronts.prompt1 import Prompt1
 from dataplane.identity import Identity, load_identity, make_state_dir
 from dataplane.ingress import DRAINING, Ingress
@@ -26,6 +28,7 @@ from dataplane.sockets import bind
 from dataplane.stats import Stats
 from dataplane.supervise import Supervisor
 from dataplane.table import HostTable
+from dataplane.text import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
     from dataplane.config import ServeConfig
@@ -43,17 +46,19 @@ class Daemon:
         self.identity = identity
         self.stats = Stats()
         self.ingress = Ingress(self.stats, config.body_timeout, config.max_writing)
+        self.attachments = AttachServer(str(config.socket), self._attached, self._dropped)
+        null = config.runtime == "null"
+        pages = Pages(self.stats, None if null else self.attachments, self.status)
+        self.admin = AdminServer(pages)
+        self.generate = Generate(self.ingress, pages)
         self.listener = Listener(
             _transport(config, identity),
             self.ingress,
-            {prompt1.ALPN: Prompt1(self.ingress)},
+            {generate.ALPN: self.generate, prompt1.ALPN: Prompt1(self.ingress)},
             config.max_connections,
             config.handshake_timeout,
         )
-        self.attachments = AttachServer(str(config.socket), self._attached, self._dropped)
         self.ingress.egress.on_broken = self._broken
-        null = config.runtime == "null"
-        self.admin = AdminServer(Pages(self.stats, None if null else self.attachments, self.status))
         self.supervisor: Supervisor | None = None
         self.draining = False
         self._serving = asyncio.Event()
@@ -71,6 +76,7 @@ class Daemon:
 
     def _attached(self, attachment: Attachment) -> None:
         table = HostTable(attachment.region)
+        self.generate.model = _text_model(attachment)
         self.ingress.attach(table)
         self.listener.watch_output(attachment.output)
         if self.supervisor:
@@ -175,7 +181,8 @@ class Daemon:
 
     async def _drain(self) -> None:
         """Take nothing new, let what is in flight finish up to the time-out."""
-        self.draining = self.ingress.draining = self.listener.draining = True
+        self.draining = self.ingress.draining = True
+        self.listener.drain()
         if self.stats.in_flight:
             _log.info("draining: %d requests are in flight", self.stats.in_flight)
         loop = asyncio.get_running_loop()
@@ -197,6 +204,17 @@ class Daemon:
         await self.attachments.stop()
         if self.supervisor:
             await self.supervisor.stop()
+
+
+def _text_model(attachment: Attachment) -> TextModel:
+    """Return what the runtime knows of text; a tokeniser of no use is said and left out."""
+    tokenizer = None
+    if attachment.tokenizer is not None:
+        try:
+            tokenizer = Tokenizer(attachment.tokenizer)
+        except TokenizerError as error:
+            _log.warning("text requests will get 501: %s", error)
+    return TextModel(tokenizer, attachment.manifest.chat_template)
 
 
 def _settle_collector() -> None:
@@ -236,7 +254,7 @@ def _transport(config: "ServeConfig", identity: Identity) -> QuicConfiguration:
     """The QUIC settings. No session tickets, so there is no 0-RTT (RFC 9001 section 9.2)."""
     transport = QuicConfiguration(
         is_client=False,
-        alpn_protocols=[prompt1.ALPN],
+        alpn_protocols=[generate.ALPN, prompt1.ALPN],
         idle_timeout=config.idle_timeout,
     )
     transport.load_cert_chain(identity.cert, identity.key)

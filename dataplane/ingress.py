@@ -104,17 +104,8 @@ class Ingress:
         if table is None:
             return Refusal(Status.UNAVAILABLE, self.why_unavailable, _RETRY_MS_DEFAULT)
         region = table.region
-        max_output = request.max_output
-        if request.n_tokens > region.context:
-            return Refusal(
-                Status.BAD_REQUEST,
-                f"the prompt has {request.n_tokens} tokens; the context is {region.context}",
-            )
-        if max_output > region.max_output:
-            return Refusal(
-                Status.BAD_REQUEST,
-                f"max_output is {max_output}; a slot has room for {region.max_output}",
-            )
+        if request.n_tokens > region.context or request.max_output > region.max_output:
+            return self._out_of_bounds(table, request) or Refusal(Status.BAD_REQUEST, "")
         if self.draining:
             return Refusal(Status.UNAVAILABLE, DRAINING, _RETRY_MS_DEFAULT)
         if connection.writing >= self._max_writing:
@@ -125,7 +116,7 @@ class Ingress:
                 self.retry_after_ms(),
             )
         request_id = request.request_id or self._new_id()
-        max_output = max_output or region.max_output
+        max_output = request.max_output or region.max_output
         slot = table.admit(request, request_id, max_output)
         queue_ns = _realtime_ns() - ready_ns
         if slot < 0:
@@ -155,6 +146,48 @@ class Ingress:
         request_id = self._next_id
         self._next_id = (request_id + 1) & (2**64 - 1) or 1
         return request_id
+
+    def revise(self, exchange: Exchange, request: Request) -> Refusal | None:
+        """State anew what a request asks for that was claimed before its body could be read."""
+        table = self.table
+        assert table is not None
+        max_output = request.max_output or table.region.max_output
+        refusal = self._out_of_bounds(table, request)
+        if refusal is not None:
+            return refusal
+        exchange.n_tokens = request.n_tokens
+        exchange.max_output = max_output
+        table.begin(exchange.slot, request, exchange.request_id, max_output)
+        return None
+
+    @staticmethod
+    def _out_of_bounds(table: HostTable, request: Request) -> Refusal | None:
+        region = table.region
+        if request.n_tokens > region.context:
+            return Refusal(
+                Status.BAD_REQUEST,
+                f"the prompt has {request.n_tokens} tokens; the context is {region.context}",
+            )
+        if request.max_output > region.max_output:
+            return Refusal(
+                Status.BAD_REQUEST,
+                f"max_output is {request.max_output}; a slot has room for {region.max_output}",
+            )
+        return None
+
+    @property
+    def slots(self) -> int:
+        """Slots that a request is admitted to."""
+        return self.table.count if self.table is not None else 0
+
+    def free_slots(self) -> int:
+        """Count the slots that are free now: what an answer that held none says is left."""
+        return self.table.free() if self.table is not None else 0
+
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt may have; 0 without a runtime."""
+        return self.table.region.context if self.table is not None else 0
 
     def expect_body(self, exchange: Exchange) -> None:
         """The body did not come with the header: it has until the time-out, or the deadline."""
@@ -201,13 +234,13 @@ class Ingress:
         exchange.ingress_us = self._latency.record_pair_ns(
             _QUEUE, exchange.queue_ns, published_ns - complete_ns
         )
+        exchange.pickup_us = exchange.first_us = exchange.total_us = -1
         if self._null:
             table.revoke(slot, exchange.generation)
             exchange.live = False
             self.stats.completed += 1
             exchange.front.answer(exchange, b"", _STOP)
             return None
-        exchange.pickup_us = exchange.first_us = -1
         table.watch(exchange)
         self.egress.unanswered.append(exchange)
         if exchange.deadline_ms:

@@ -160,6 +160,14 @@ class Listener:
             self._loop.remove_reader(self._output_fd)
             self._output_fd = -1
 
+    def drain(self) -> None:
+        """Take no new connections and tell the peers of open ones."""
+        self.draining = True
+        for connection in self.connections:
+            if connection.established and not connection.gone and connection.front:
+                connection.front.drain(connection)
+        self.finish_pass()
+
     def close_all(self, code: int, reason: str) -> None:
         """Close every connection and send that."""
         for connection in list(self.connections):

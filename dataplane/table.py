@@ -40,6 +40,8 @@ class SlotTable(Protocol):
     free_left: int
 
     def admit(self, request: Request, request_id: int, max_output: int) -> int: ...
+    def free(self) -> int: ...
+    def begin(self, slot: int, request: Request, request_id: int, max_output: int) -> None: ...
     def write(self, slot: int, body: bytes, offset: int, length: int) -> int: ...
     def submit(self, slot: int, generation: int, body: bytes, offset: int, length: int) -> int: ...
     def revoke(self, slot: int, generation: int) -> int: ...
@@ -96,6 +98,18 @@ class HostTable:
         self.generation = claimed.generation
         self.free_left = claimed.free_left
         return claimed.slot  # type: ignore[no-any-return]
+
+    def free(self) -> int:
+        """Count the slots that are FREE now."""
+        return int(lib.dp_count_free(self._native, self.first, self.count))
+
+    def begin(self, slot: int, request: Request, request_id: int, max_output: int) -> None:
+        """State anew what the request of a slot in WRITING asks for, and begin its body."""
+        lib.dp_describe(
+            self._native, slot, request_id, request.n_tokens, max_output, request.temperature,
+            request.top_p, request.top_k, request.seed,
+        )  # fmt: skip
+        lib.dp_write_begin(self._native, slot, request.n_tokens, request.width)
 
     def write(self, slot: int, body: bytes, offset: int, length: int) -> int:
         """Append `length` bytes of the body from `offset` of `body`: 0, OVERFLOW or BAD_TOKEN."""

@@ -108,6 +108,10 @@ static uint32_t count_free(const uint64_t *words, uint32_t count) {
     return free_slots;
 }
 
+uint32_t dp_count_free(struct dp_region *region, uint32_t first, uint32_t count) {
+    return count_free(region->states + first, count);
+}
+
 int dp_claim(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t count,
              uint32_t start, uint32_t probes, struct dp_claimed *out) {
     uint64_t *words = region->states + first;

@@ -94,6 +94,9 @@ int dp_next_state(int event, int state);
 int dp_claim(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t count,
              uint32_t start, uint32_t probes, struct dp_claimed *out);
 
+/* Slots of [first, first + count) that are FREE now. */
+uint32_t dp_count_free(struct dp_region *region, uint32_t first, uint32_t count);
+
 /* Apply an event to a slot that is held under `generation`: the new state, DP_STALE or DP_ILLEGAL.
  * Rings nobody; the verbs below do. */
 int dp_apply(struct dp_region *region, uint32_t slot, uint64_t generation, int event);

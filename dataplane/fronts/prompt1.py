@@ -156,6 +156,9 @@ class Prompt1:
                 self._ingress.leave(state)
         connection.streams.clear()
 
+    def drain(self, connection: Any) -> None:
+        """The raw protocol says it per request: 503."""
+
     # What is answered.
 
     def answer(self, exchange: Exchange, ids: bytes, finish: int) -> None:
@@ -191,7 +194,6 @@ class Prompt1:
             refusal,
             ended,
             exchange.queue_us,
-            exchange.free_left,
         )
 
     def refuse_stream(
@@ -202,11 +204,11 @@ class Prompt1:
         refusal: Refusal,
         ended: bool,
         queue_us: int = 0,
-        free_left: int = 0,
     ) -> None:
         """Send the whole answer and FIN, then STOP_SENDING if the client's own FIN has not come."""
         status, reason, retry_after_ms = refusal
         self._answers[int(status)] += 1
+        free_left = 0 if status == Status.BUSY else self._ingress.free_slots()
         verdict = encode_verdict(
             status, NO_SLOT, request_id, queue_us, 0, retry_after_ms, free_left
         )

@@ -1,0 +1,209 @@
+"""How `/v1/generate` answers: header fields, and the body in each of its three forms (contract 4).
+
+A reply is made with its request and lives until its end. It is asked for bytes as output comes, so
+that what is there at publish goes out with the header in one write.
+"""
+
+import math
+from array import array
+from typing import Any, Protocol
+
+import msgspec
+
+from dataplane.errors import Refusal, Status
+from dataplane.exchange import Exchange
+from dataplane.fronts.parameters import BINARY, EVENTS, JSON
+from dataplane.http3_fields import Pair
+from dataplane.prompt1 import encode_end
+from dataplane.slots import Finish
+from dataplane.text import Tokenizer
+
+FINISH_NAMES = {
+    int(Finish.STOP): "stop",
+    int(Finish.LENGTH): "length",
+    int(Finish.DEADLINE): "deadline",
+}
+PROBLEM = b"application/problem+json"
+_STATUS_OK = (b":status", b"200")
+TITLES = {
+    Status.BAD_REQUEST: "Bad Request",
+    Status.UNAUTHORIZED: "Unauthorized",
+    Status.FORBIDDEN: "Forbidden",
+    Status.NOT_FOUND: "Not Found",
+    Status.METHOD_NOT_ALLOWED: "Method Not Allowed",
+    Status.TIMEOUT: "Request Timeout",
+    Status.LENGTH_REQUIRED: "Length Required",
+    Status.TOO_LARGE: "Content Too Large",
+    Status.MEDIA_TYPE: "Unsupported Media Type",
+    Status.BUSY: "Too Many Requests",
+    Status.FIELDS_TOO_LARGE: "Request Header Fields Too Large",
+    Status.NO_TOKENIZER: "Not Implemented",
+    Status.UNAVAILABLE: "Service Unavailable",
+}
+
+
+class Reply(Protocol):
+    """One answer's form."""
+
+    content_type: bytes
+    request_id: bytes  # the client's, or b"" for the slot's in hexadecimal
+
+    def body(self, exchange: Exchange, ids: bytes, finish: int) -> bytes:
+        """Return what goes out now for these output ids (u32 LE); with `finish`, the end too."""
+
+
+class Binary:
+    """Ids, end mark and trailer, as on the raw wire."""
+
+    __slots__ = ("request_id",)
+    content_type = BINARY
+
+    def __init__(self, request_id: bytes) -> None:
+        self.request_id = request_id
+
+    def body(self, exchange: Exchange, ids: bytes, finish: int) -> bytes:
+        if finish:
+            return ids + encode_end(finish, exchange.n_tokens, exchange.sent)
+        return ids
+
+
+class Json:
+    """One object at the end."""
+
+    __slots__ = ("_ids", "_tokenizer", "request_id")
+    content_type = JSON
+
+    def __init__(self, request_id: bytes, tokenizer: Tokenizer | None) -> None:
+        self.request_id = request_id
+        self._tokenizer = tokenizer
+        self._ids = b""
+
+    def body(self, exchange: Exchange, ids: bytes, finish: int) -> bytes:
+        self._ids += ids
+        if not finish:
+            return b""
+        token_ids = array("I", self._ids).tolist()
+        return msgspec.json.encode(
+            {
+                "request_id": request_id_of(self, exchange).decode(),
+                "slot": exchange.slot,
+                "token_ids": token_ids,
+                "text": self._tokenizer.decode(token_ids) if self._tokenizer else None,
+                **summary(exchange, finish),
+            }
+        )
+
+
+class Events:
+    """Server-sent events: one for each piece of output, one with the summary, `[DONE]`."""
+
+    __slots__ = ("_text", "request_id")
+    content_type = EVENTS
+
+    def __init__(self, request_id: bytes, tokenizer: Tokenizer | None) -> None:
+        self.request_id = request_id
+        self._text = tokenizer.stream() if tokenizer else None
+
+    def body(self, exchange: Exchange, ids: bytes, finish: int) -> bytes:
+        out = b""
+        if ids:
+            token_ids = array("I", ids).tolist()
+            text = self._text.push(token_ids) if self._text else None
+            out = event({"token_ids": token_ids, "text": text})
+        if finish:
+            rest = self._text.flush() if self._text else ""
+            if rest:
+                out += event({"token_ids": [], "text": rest})
+            out += event(summary(exchange, finish)) + b"data: [DONE]\n\n"
+        return out
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def summary(exchange: Exchange, finish: int) -> dict[str, Any]:
+    """Return why the answer ended, what it used and where its time went."""
+    return {
+        "finish_reason": FINISH_NAMES[finish],
+        "usage": {"prompt_tokens": exchange.n_tokens, "output_tokens": exchange.sent},
+        "timings_us": {
+            "queue": exchange.queue_us,
+            "ingress": exchange.ingress_us,
+            "pickup": _known(exchange.pickup_us),
+            "first_token": _known(exchange.first_us) if exchange.sent else None,
+            "total": _known(exchange.total_us),
+        },
+    }
+
+
+def _known(microseconds: int) -> int | None:
+    return microseconds if microseconds >= 0 else None
+
+
+def request_id_of(reply: Reply, exchange: Exchange) -> bytes:
+    """Return the identifier that the client knows the request by."""
+    return reply.request_id or b"%016x" % exchange.request_id
+
+
+def accepted_headers(reply: Reply, exchange: Exchange, slots: int) -> list[Pair]:
+    """Return the header fields of a 200."""
+    request_id = reply.request_id or b"%016x" % exchange.request_id
+    queue, ingress = exchange.queue_us / 1000, exchange.ingress_us / 1000
+    return [
+        _STATUS_OK,
+        (b"content-type", reply.content_type),
+        (b"x-request-id", request_id),
+        (b"request-id", request_id),
+        (b"x-queue-time", b"%.3fms" % queue),
+        (b"x-ratelimit-limit", b"%d" % slots),
+        (b"x-ratelimit-remaining", b"%d" % exchange.free_left),
+        (b"x-slot", b"%d" % exchange.slot),
+        (b"server-timing", b"queue;dur=%.3f, ingress;dur=%.3f" % (queue, ingress)),
+    ]
+
+
+def problem(
+    refusal: Refusal,
+    request_id: bytes,
+    queue_us: int,
+    slots: int,
+    free_left: int,
+    slot: int | None = None,
+    allow: bytes = b"",
+) -> tuple[list[Pair], bytes]:
+    """Return the header fields and the body of a refusal (RFC 9457)."""
+    status, reason, retry_after_ms = refusal
+    body = msgspec.json.encode(
+        {
+            "type": "about:blank",
+            "title": TITLES[status],
+            "status": int(status),
+            "detail": reason,
+            "request_id": request_id.decode(),
+        }
+    )
+    headers = [
+        (b":status", b"%d" % status),
+        (b"content-type", PROBLEM),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-request-id", request_id),
+        (b"request-id", request_id),
+        (b"x-queue-time", b"%.3fms" % (queue_us / 1000)),
+        (b"x-ratelimit-limit", b"%d" % slots),
+        (b"x-ratelimit-remaining", b"%d" % free_left),
+    ]
+    if slot is not None:
+        headers.append((b"x-slot", b"%d" % slot))
+        headers.append((b"server-timing", b"queue;dur=%.3f" % (queue_us / 1000)))
+    if allow:
+        headers.append((b"allow", allow))
+    if status in (Status.BUSY, Status.UNAVAILABLE):
+        wait = max(1, retry_after_ms)
+        headers += [
+            (b"retry-after", b"%d" % math.ceil(wait / 1000)),
+            (b"retry-after-ms", b"%d" % wait),
+            (b"x-should-retry", b"true"),
+        ]
+    return headers, body
