@@ -38,6 +38,7 @@ class StreamFront(Protocol):
     def stream_reset(self, connection: Any, stream_id: int) -> None: ...
     def stop_sending(self, connection: Any, stream_id: int) -> None: ...
     def left(self, connection: Any) -> None: ...
+    def unread(self, connection: Any, stream_id: int) -> None: ...
     def drain(self, connection: Any) -> None: ...
 
 
@@ -66,8 +67,8 @@ class Connection:
 
     # fmt: off
     __slots__ = (
-        "_buffered", "_events", "_owner", "cids", "dirty", "ended", "established", "extra",
-        "front", "gone", "quic", "socket", "streams", "timer_at", "writing",
+        "_buffered", "_events", "_owner", "_unread", "cids", "dirty", "ended", "established",
+        "extra", "front", "gone", "quic", "socket", "streams", "timer_at", "writing",
     )
     # fmt: on
 
@@ -85,6 +86,7 @@ class Connection:
         private.silence(quic)
         self._events = private.events_of(quic)
         self._buffered = 0
+        self._unread: dict[int, tuple[int, float]] = {}
 
     # In.
 
@@ -200,6 +202,31 @@ class Connection:
             return False
         self._buffered = private.buffered(self.quic)
         return self._buffered > BUFFER_LIMIT
+
+    def stalled(self, now: float, patience: float) -> list[int]:
+        """Return the streams whose reader took nothing for `patience` seconds.
+
+        Looked at about once a second. A peer that answers pings but takes no data would otherwise
+        keep its answers here for as long as it likes.
+        """
+        if not self._buffered:
+            return []
+        waiting = private.acknowledged(self.quic)
+        if not waiting:
+            self._buffered = 0
+        before = self._unread
+        self._unread = {
+            stream_id: before[stream_id]
+            if stream_id in before and before[stream_id][0] == taken
+            else (taken, now)
+            for stream_id, taken in waiting.items()
+        }
+        return [stream_id for stream_id, (_, at) in self._unread.items() if now - at > patience]
+
+    def break_off(self, stream_id: int) -> None:
+        """Give up on an answer that nobody reads."""
+        if self.front is not None and not self.gone:
+            self.front.unread(self, stream_id)
 
     def close(self, code: int, reason: str) -> None:
         """Close in order: the peer is told."""

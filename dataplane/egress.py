@@ -106,12 +106,15 @@ class Egress:
         table.unwatch(exchange)
         exchange.total_us = self._latency.record_ns(_TOTAL, now_ns - exchange.complete_ns)
         self.ended(exchange)
-        if finish != _ERROR:
+        if finish == _ERROR:
+            self.stats.failed += 1
+            exchange.front.fail(exchange, ResetCode.RUNTIME_ERROR)
+        elif exchange.connection.overfull():
+            self.stats.failed += 1
+            exchange.front.fail(exchange, ResetCode.SLOW_READER)
+        else:
             self.stats.completed += 1
             exchange.front.answer(exchange, ids, finish)
-            return
-        self.stats.failed += 1
-        exchange.front.fail(exchange, ResetCode.RUNTIME_ERROR)
 
     def _break_off(self, table: HostTable, exchange: Exchange) -> None:
         table.let_go(exchange.slot, exchange.generation)

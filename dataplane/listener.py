@@ -34,6 +34,7 @@ _log = logging.getLogger("dataplane.listener")
 
 CID_BYTES = 8
 _SMALLEST_INITIAL = 1200
+_HOUSEKEEPING_S = 1.0
 _BATCH: int = lib.DP_UDP_BATCH
 _DATAGRAM: int = lib.DP_UDP_DATAGRAM
 _PATH_BYTES: int = ffi.sizeof("struct dp_path")
@@ -126,6 +127,7 @@ class Listener:
         self._sockets: list[Socket] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._alarm: asyncio.TimerHandle | None = None
+        self._housekeeper: asyncio.TimerHandle | None = None
         self._output_fd = -1
 
     # Start and stop.
@@ -139,6 +141,7 @@ class Listener:
             native.warm_up()
             self._sockets.append(native)
             self._loop.add_reader(sock.fileno(), self._readable, native)
+        self._housekeep()
 
     def stop(self) -> None:
         """Leave the sockets; connections that are open are not told."""
@@ -146,8 +149,9 @@ class Listener:
         for native in self._sockets:
             self._loop.remove_reader(native.socket.fileno())
             native.socket.close()
-        if self._alarm:
-            self._alarm.cancel()
+        for timer in (self._alarm, self._housekeeper):
+            if timer:
+                timer.cancel()
 
     def watch_output(self, fd: int) -> None:
         """Follow the eventfd that the attached runtime rings."""
@@ -330,6 +334,18 @@ class Listener:
         connection.timer_at = None
 
     # Time.
+
+    def _housekeep(self) -> None:
+        """About once a second: break off what nobody reads."""
+        assert self._loop is not None
+        self._housekeeper = self._loop.call_later(_HOUSEKEEPING_S, self._housekeep)
+        now = _monotonic()
+        patience = self._configuration.idle_timeout
+        for connection in list(self.connections):
+            for stream_id in connection.stalled(now, patience):
+                connection.break_off(stream_id)
+        if self._dirty:
+            self.finish_pass()
 
     def _set_timer(self, connection: Connection, due: float) -> None:
         """Arm a connection's timer; one that only moved later is looked at again when it fires."""

@@ -19,7 +19,7 @@ from aioquic.quic.stream import QuicStream
 from dataplane.errors import DataplaneError
 
 _CONNECTION_NAMES = ("_close_event", "_events", "_streams", "_close_at", "_logger")
-_SENDER_NAMES = ("_buffer_start", "_buffer_stop")
+_SENDER_NAMES = ("_buffer_start", "_buffer_stop", "_reset_error_code")
 
 
 def check() -> None:
@@ -71,6 +71,17 @@ def buffered(quic: QuicConnection) -> int:
         stream.sender._buffer_stop - stream.sender._buffer_start
         for stream in quic._streams.values()
     )
+
+
+def acknowledged(quic: QuicConnection) -> dict[int, int]:
+    """Return how far the peer has acknowledged each stream that still has bytes to send."""
+    return {
+        stream_id: stream.sender._buffer_start
+        for stream_id, stream in quic._streams.items()
+        if stream.sender._buffer_stop > stream.sender._buffer_start
+        and not stream.sender.is_finished
+        and stream.sender._reset_error_code is None
+    }
 
 
 def is_blocked(quic: QuicConnection, stream_id: int) -> bool | None:

@@ -105,6 +105,15 @@ class Generate:
         """The peer wants no answer."""
         connection.extra.peer_stopped(stream_id)
 
+    def unread(self, connection: Any, stream_id: int) -> None:
+        """Nobody reads this answer: it is broken off, and its slot goes back."""
+        if stream_id & 1:
+            return  # One of our own streams, which are not to be reset.
+        state = connection.streams.pop(stream_id, None)
+        if state is not None:
+            self.leave(state)
+        connection.reset(stream_id, _INTERNAL_ERROR)
+
     def left(self, connection: Any) -> None:
         """The connection is over."""
         for state in connection.streams.values():

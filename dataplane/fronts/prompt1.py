@@ -147,6 +147,13 @@ class Prompt1:
             connection.streams[stream_id] = CLOSED
             connection.stop(stream_id, 0)
 
+    def unread(self, connection: Any, stream_id: int) -> None:
+        """Nobody reads this answer: it is broken off, and its slot goes back."""
+        state = connection.streams.pop(stream_id, None)
+        if state.__class__ is Exchange and state.live:
+            self._ingress.leave(state)
+        connection.reset(stream_id, int(ResetCode.SLOW_READER))
+
     def left(self, connection: Any) -> None:
         """The connection is over."""
         for state in connection.streams.values():

@@ -1,0 +1,385 @@
+"""HTTP/3 on one connection of a client: requests in, refusals and pages out (contract 4).
+
+A `Session` is what the framing reports to. It routes a request when its header is complete, claims
+its slot, feeds its body there and publishes it. Answers to published requests are the front's
+(`dataplane.fronts.generate`). Rules that hold here:
+
+- One bad request ends its stream with a problem document, never the connection.
+- What is refused early gets its whole answer at once. STOP_SENDING follows only where the request's
+  end has not come.
+- `connection.streams` has an entry for a stream exactly while it holds a slot or is answered.
+"""
+
+import re
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from dataplane.admin import Page
+from dataplane.errors import Refusal, Status
+from dataplane.exchange import Exchange
+from dataplane.fronts import replies
+from dataplane.fronts.parameters import (
+    BINARY,
+    EVENTS,
+    JSON,
+    Body,
+    apply_sampling,
+    json_limit,
+    preferred_form,
+    read_binary,
+    read_header_parameters,
+    read_json,
+    split_media_type,
+)
+from dataplane.http3 import Http3, data_frame_header
+from dataplane.http3_fields import Code, Data, Fields, Pair
+from dataplane.prompt1 import Request
+
+if TYPE_CHECKING:
+    from dataplane.fronts.generate import Generate
+
+GENERATE = b"/v1/generate"
+_GET_METHODS = (b"GET", b"HEAD")
+_VISIBLE_ID = re.compile(rb"[\x21-\x7e]{1,64}")
+_NO_ERROR = int(Code.NO_ERROR)
+_REQUEST_CANCELLED = int(Code.REQUEST_CANCELLED)
+
+
+class Gathering:
+    """A JSON request under way: it holds a slot, and its body is not whole."""
+
+    __slots__ = ("accept", "data", "exchange", "length", "request", "request_id")
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        request: Request,
+        request_id: bytes,
+        accept: bytes | None,
+        length: int,
+    ) -> None:
+        self.exchange = exchange
+        self.request = request
+        self.request_id = request_id
+        self.accept = accept
+        self.length = length
+        self.data = bytearray()
+
+
+def exchange_of(state: Any) -> Exchange:
+    """Return the exchange of a stream's state."""
+    exchange: Exchange = state.exchange if state.__class__ is Gathering else state
+    return exchange
+
+
+class Session:
+    """HTTP/3 on one connection: the framing's sink.
+
+    Attributes:
+        at_ns, fin: Of the bytes that the framing is going through: when the kernel received them,
+            and whether they are the stream's last.
+    """
+
+    __slots__ = ("_connection", "_control", "_front", "_last", "at_ns", "fin", "http3")
+
+    def __init__(self, front: "Generate", connection: Any) -> None:
+        self.http3 = Http3(is_client=False)
+        self.at_ns = 0
+        self.fin = False
+        self._front = front
+        self._connection = connection
+        self._control = -1
+        self._last = -4
+
+    def open(self) -> None:
+        """Open the three streams of our own."""
+        first = self._connection.next_uni_stream_id()
+        ids = (first, first + 4, first + 8)
+        self._control = first
+        for stream_id, data in self.http3.start(ids):
+            self._connection.send(stream_id, data, False)
+
+    def drain(self) -> None:
+        """Tell the peer that new requests are not taken any more (RFC 9114 section 5.2)."""
+        self._connection.send(self._control, self.http3.goaway(self._last + 4), False)
+
+    # The framing's sink (`dataplane.http3.Sink`).
+
+    def on_headers(self, stream_id: int, fields: Fields, length: int | None) -> bool:
+        """Route a request whose header is complete."""
+        if stream_id > self._last:
+            self._last = stream_id
+        path = fields.get(b":path", b"")
+        if path == GENERATE or path.startswith(GENERATE + b"?"):
+            if fields[b":method"] == b"POST":
+                return self._generate(stream_id, fields, length)
+            return self._refuse_method(stream_id, fields, b"POST")
+        page = self._front.pages.get(path.decode("ascii", "replace"), probes=False)
+        if page.status != Status.NOT_FOUND and fields[b":method"] not in _GET_METHODS:
+            return self._refuse_method(stream_id, fields, b"GET, HEAD")
+        return self._page(stream_id, fields, page)
+
+    def on_data(self, stream_id: int, data: Data, start: int, end: int) -> bool:
+        """A piece of a body: into the slot, or to what was gathered."""
+        state = self._connection.streams.get(stream_id)
+        if state.__class__ is Exchange:
+            refusal = self._front.ingress.write(state, bytes(data), start, end - start)
+            if refusal is None:
+                return True
+            self.refuse_held(state, refusal, self.fin)
+            return False
+        if state.__class__ is Gathering:
+            state.data += data[start:end]
+            return True
+        return False
+
+    def on_end(self, stream_id: int) -> None:
+        """The request is whole."""
+        state = self._connection.streams.get(stream_id)
+        if state.__class__ is Exchange:
+            refusal = self._front.ingress.submit(state, b"", 0, 0, self.at_ns)
+            if refusal is not None:
+                self.refuse_held(state, refusal, True)
+        elif state.__class__ is Gathering:
+            self._submit_json(state)
+
+    def on_trailers(self, stream_id: int, fields: Fields) -> None:
+        """Nothing in trailers matters here."""
+
+    def on_interim(self, stream_id: int, fields: Fields) -> None:
+        """Only a client sees these."""
+
+    def on_goaway(self, last_id: int) -> None:
+        """A client's GOAWAY is about pushes, and there are none."""
+
+    def on_message_error(self, stream_id: int, status: int, code: int, reason: str) -> None:
+        """A malformed request: its own stream ends."""
+        state = self._connection.streams.get(stream_id)
+        if status and state is None:
+            self.refuse(stream_id, Refusal(Status(status), reason), b"", ended=self.fin)
+            return
+        if state is not None:
+            exchange = exchange_of(state)
+            if status and exchange.live and not exchange.answered:
+                refusal = self._front.ingress.give_up(exchange, Refusal(Status(status), reason))
+                self.refuse_held(exchange, refusal, self.fin)
+                return
+            self._front.leave(state)
+            self._connection.streams.pop(stream_id, None)
+        self._connection.reset(stream_id, code)
+        if not self.fin:
+            self._connection.stop(stream_id, code)
+
+    def on_connection_error(self, code: int, reason: str) -> None:
+        """The peer broke a rule that ends the connection."""
+        self._connection.close(code, reason)
+
+    # Ends from the transport.
+
+    def peer_reset(self, stream_id: int) -> None:
+        """The peer gave up sending: an unfinished request is over, and so is its answer."""
+        self.http3.reset(stream_id, self)
+        state = self._connection.streams.pop(stream_id, None)
+        if state is not None:
+            self._front.leave(state)
+            self._connection.reset(stream_id, _REQUEST_CANCELLED)
+
+    def peer_stopped(self, stream_id: int) -> None:
+        """The peer wants no answer: its slot goes back, and what it still sends is not read."""
+        state = self._connection.streams.pop(stream_id, None)
+        if state is not None:
+            self._front.leave(state)
+            if exchange_of(state).complete_ns:
+                return
+        if not stream_id & 3:
+            self.http3.discard(stream_id)
+            self._connection.stop(stream_id, _NO_ERROR)
+
+    # Requests.
+
+    def _generate(self, stream_id: int, fields: Fields, length: int | None) -> bool:
+        """Read the header of a `/v1/generate`, claim its slot, make its reply."""
+        request_id = _given_id(fields)
+        if length is None:
+            refusal = Refusal(Status.LENGTH_REQUIRED, "content-length is needed")
+            return self._refuse_new(stream_id, refusal, request_id)
+        kind, parameter = split_media_type(fields.get(b"content-type", b""))
+        if kind == BINARY:
+            request = read_binary(fields, parameter, length)
+        elif kind == JSON:
+            request = self._read_json_header(fields, length)
+        else:
+            request = Refusal(
+                Status.MEDIA_TYPE,
+                f"the content-type must be {BINARY.decode()} or {JSON.decode()}",
+            )
+        if isinstance(request, Refusal):
+            return self._refuse_new(stream_id, request, request_id)
+        front, connection = self._front, self._connection
+        exchange = front.ingress.claim(front, connection, stream_id, request, self.at_ns)
+        if isinstance(exchange, Refusal):
+            return self._refuse_new(stream_id, exchange, request_id, front.ingress.queue_us)
+        accept = fields.get(b"accept")
+        if kind == JSON:
+            request_id = request_id or b"%016x" % exchange.request_id
+            state = Gathering(exchange, request, request_id, accept, length)
+            connection.streams[stream_id] = state
+        else:
+            form = preferred_form(accept, BINARY)
+            exchange.extra = self._reply(form, request_id)
+            connection.streams[stream_id] = exchange
+        if not self.fin:
+            front.ingress.expect_body(exchange)
+        return True
+
+    def _read_json_header(self, fields: Fields, length: int) -> Request | Refusal:
+        limit = json_limit(self._front.ingress.context)
+        if length > limit:
+            return Refusal(
+                Status.TOO_LARGE, f"the JSON body has {length} bytes; at most {limit} are taken"
+            )
+        return read_header_parameters(fields)
+
+    def _submit_json(self, state: Gathering) -> None:
+        """The JSON body is whole: read it, write its ids into the slot, publish."""
+        exchange, ingress = state.exchange, self._front.ingress
+        exchange.complete_ns = self.at_ns
+        body = read_json(state.data)
+        refusal = body if isinstance(body, Refusal) else self._write_json(state, body)
+        if refusal is not None:
+            if exchange.live:
+                ingress.give_up(exchange, refusal)
+            self.refuse_held(exchange, refusal, True)
+
+    def _write_json(self, state: Gathering, body: Body) -> Refusal | None:
+        exchange, ingress = state.exchange, self._front.ingress
+        request = apply_sampling(state.request, body.sampling_params)
+        if isinstance(request, Refusal):
+            return request
+        ids = self._front.model.encode(body)
+        if isinstance(ids, Refusal):
+            return ids
+        refusal = ingress.revise(exchange, request._replace(n_tokens=len(ids) // 4))
+        if refusal is not None:
+            return refusal
+        form = preferred_form(state.accept, EVENTS if body.stream else JSON)
+        exchange.extra = self._reply(form, state.request_id)
+        self._connection.streams[exchange.stream_id] = exchange
+        return ingress.submit(exchange, ids, 0, len(ids), self.at_ns)
+
+    def _reply(self, form: bytes, request_id: bytes) -> replies.Reply:
+        if form == BINARY:
+            return replies.Binary(request_id)
+        tokenizer = self._front.model.tokenizer
+        if form == JSON:
+            return replies.Json(request_id, tokenizer)
+        return replies.Events(request_id, tokenizer)
+
+    # Refusals and pages.
+
+    def refuse_held(self, exchange: Exchange, refusal: Refusal, ended: bool) -> None:
+        """Refuse a request that held a slot; the slot has gone back already."""
+        stream_id = exchange.stream_id
+        state = self._connection.streams.get(stream_id)
+        if state.__class__ is Gathering:
+            request_id = state.request_id
+            if refusal.status == Status.TIMEOUT:
+                came = f"only {len(state.data)} of {state.length} bytes of the body came in time"
+                refusal = refusal._replace(reason=came)
+        else:
+            request_id = replies.request_id_of(exchange.extra, exchange)
+        left = 0 if refusal.status == Status.BUSY else exchange.free_left
+        self._refuse(
+            stream_id, refusal, request_id, exchange.queue_us, left, exchange.slot, ended=ended
+        )
+        if not ended:
+            self.http3.discard(stream_id)
+
+    def refuse(
+        self,
+        stream_id: int,
+        refusal: Refusal,
+        request_id: bytes,
+        queue_us: int = 0,
+        *,
+        ended: bool,
+        allow: bytes = b"",
+    ) -> None:
+        """Refuse a request that held no slot."""
+        left = 0 if refusal.status == Status.BUSY else self._front.ingress.free_slots()
+        self._refuse(
+            stream_id, refusal, request_id or new_request_id(), queue_us, left, None, allow, ended
+        )
+
+    def _refuse(
+        self,
+        stream_id: int,
+        refusal: Refusal,
+        request_id: bytes,
+        queue_us: int,
+        free_left: int,
+        slot: int | None,
+        allow: bytes = b"",
+        ended: bool = True,
+    ) -> None:
+        self._front.answers[int(refusal.status)] += 1
+        limits = replies.Limits(self._front.ingress.slots, free_left)
+        headers, body = replies.problem(refusal, request_id, queue_us, limits, slot, allow)
+        self._send_whole(stream_id, headers, body, ended)
+
+    def _refuse_new(
+        self, stream_id: int, refusal: Refusal, request_id: bytes, queue_us: int = 0
+    ) -> bool:
+        """Refuse a request before its body; it is not read any further."""
+        self.refuse(stream_id, refusal, request_id, queue_us, ended=self.fin)
+        return False
+
+    def _refuse_method(self, stream_id: int, fields: Fields, allow: bytes) -> bool:
+        refusal = Refusal(
+            Status.METHOD_NOT_ALLOWED,
+            f"the method is not allowed here, only {allow.decode()}",
+        )
+        self.refuse(stream_id, refusal, _given_id(fields), ended=self.fin, allow=allow)
+        return False
+
+    def _page(self, stream_id: int, fields: Fields, page: Page) -> bool:
+        """Answer a GET or HEAD; a page that is an error is a problem document here."""
+        request_id, ingress = _given_id(fields), self._front.ingress
+        if page.status != Status.OK:
+            reason = page.body.decode().strip()
+            wait_ms = ingress.retry_after_ms()
+            refusal = Refusal(Status(page.status), reason, wait_ms)
+            return self._refuse_new(stream_id, refusal, request_id)
+        self._front.answers[int(page.status)] += 1
+        limits = replies.Limits(ingress.slots, ingress.free_slots())
+        headers = [
+            (b":status", b"%d" % page.status),
+            (b"content-type", page.content_type.encode()),
+            (b"content-length", b"%d" % len(page.body)),
+            *replies.common_fields(request_id or new_request_id(), 0, limits),
+        ]
+        body = b"" if fields[b":method"] == b"HEAD" else page.body
+        self._send_whole(stream_id, headers, body, self.fin)
+        return False
+
+    def _send_whole(self, stream_id: int, headers: list[Pair], body: bytes, ended: bool) -> None:
+        """Send a whole answer and FIN, then STOP_SENDING if the request's end has not come."""
+        out = self.http3.encode_headers(stream_id, headers)
+        if body:
+            out += data_frame_header(len(body)) + body
+        connection = self._connection
+        connection.streams.pop(stream_id, None)
+        connection.send(stream_id, out, True)
+        if not ended:
+            connection.stop(stream_id, _NO_ERROR)
+
+
+def _given_id(fields: Fields) -> bytes:
+    """Return the client's own identifier of its request, if it is one that can be repeated."""
+    given = fields.get(b"x-request-id", b"")
+    return given if _VISIBLE_ID.fullmatch(given) else b""
+
+
+def new_request_id() -> bytes:
+    """Return an identifier for a request that holds no slot: 16 hexadecimal digits."""
+    return secrets.token_hex(8).encode()
