@@ -10,6 +10,7 @@ socket or lies in the region.
 import array
 import asyncio
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -298,6 +299,11 @@ def listen_unix(path: str) -> socket.socket:
             sock.bind(path)
         except OSError as error:
             if not _is_stale(path):
+                if error.errno == errno.EADDRINUSE:
+                    raise AttachError(
+                        f"--socket: another daemon listens at {path}: end it, or give this one"
+                        " another --socket"
+                    ) from error
                 raise AttachError(f"--socket: {path} cannot be used: {error.strerror}") from error
             os.unlink(path)
             sock.bind(path)

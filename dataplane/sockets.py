@@ -1,5 +1,6 @@
 """Binding: every address of a host, all on one port."""
 
+import errno
 import socket
 
 from dataplane.errors import UsageError
@@ -35,7 +36,7 @@ def bind(flag: str, host: str, port: int, kind: socket.SocketKind) -> list[socke
         except OSError as error:
             for sock in bound:
                 sock.close()
-            if port:
+            if port or error.errno != errno.EADDRINUSE:
                 raise UsageError(
                     f"{flag}: {host}:{port} cannot be used: {error.strerror}"
                 ) from error
