@@ -13,6 +13,7 @@ import selectors
 import socket
 import time
 from collections import deque
+from typing import Protocol
 
 from aioquic._buffer import Buffer
 from aioquic.quic.configuration import QuicConfiguration
@@ -39,6 +40,12 @@ _BATCH: int = lib.DP_UDP_BATCH
 _DATAGRAM: int = lib.DP_UDP_DATAGRAM
 _PATH_BYTES: int = ffi.sizeof("struct dp_path")
 _monotonic = time.monotonic
+
+
+class Sender(Protocol):
+    """Where a connection's datagrams go."""
+
+    def queue(self, data: bytes, path: bytes) -> None: ...
 
 
 class Socket:
@@ -195,24 +202,24 @@ class Listener:
         self._finish_pass()
 
     def _receive(self, native: Socket, count: int, now: float) -> None:
-        by_cid, dirty = self._by_cid, self._dirty
         datagrams, buffers, paths = native.datagrams, native.data, native.paths
         for i in range(count):
             datagram = datagrams[i]
             length = datagram.length
-            if not CID_BYTES < length <= _DATAGRAM:
-                continue
-            data = buffers[i][:length]
-            path = paths[i][:]
-            if data[0] & 0x80:
-                connection = self._route_long(native, data, path, now)
-            else:
-                connection = by_cid.get(data[1 : 1 + CID_BYTES])
-            if connection is not None:
-                connection.receive(data, path, now, datagram.received_ns)
-                if not connection.dirty:
-                    connection.dirty = True
-                    dirty.append(connection)
+            if CID_BYTES < length <= _DATAGRAM:
+                self.deliver(native, buffers[i][:length], paths[i][:], now, datagram.received_ns)
+
+    def deliver(self, native: Sender, data: bytes, path: bytes, now: float, at_ns: int) -> None:
+        """Hand one datagram, of more than `CID_BYTES` bytes, to its connection."""
+        if data[0] & 0x80:
+            connection = self._route_long(native, data, path, now)
+        else:
+            connection = self._by_cid.get(data[1 : 1 + CID_BYTES])
+        if connection is not None:
+            connection.receive(data, path, now, at_ns)
+            if not connection.dirty:
+                connection.dirty = True
+                self._dirty.append(connection)
 
     def _rung(self) -> None:
         table = self.ingress.table
@@ -261,7 +268,7 @@ class Listener:
     # Routing.
 
     def _route_long(
-        self, native: Socket, data: bytes, path: bytes, now: float
+        self, native: Sender, data: bytes, path: bytes, now: float
     ) -> Connection | None:
         try:
             header = pull_quic_header(Buffer(data=data), host_cid_length=CID_BYTES)
@@ -289,7 +296,7 @@ class Listener:
         return connection
 
     def _accept(
-        self, native: Socket, header: QuicHeader, path: bytes, now: float
+        self, native: Sender, header: QuicHeader, path: bytes, now: float
     ) -> Connection | None:
         full = len(self.connections) >= self._max_connections
         if full or self.draining:

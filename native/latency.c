@@ -19,16 +19,28 @@ struct slice {
     uint32_t counts[DP_LATENCY_BUCKETS];
 };
 
+struct series {
+    uint64_t within[DP_LATENCY_BOUNDS + 1]; /* since the start; the last: beyond every bound */
+    uint64_t sum_us;
+    struct slice short_slices[SHORT_SLICES];
+    struct slice long_slices[LONG_SLICES];
+};
+
 struct dp_latency {
-    uint32_t series;
-    struct slice slices[]; /* [series][SHORT_SLICES + LONG_SLICES] */
+    uint32_t count;
+    struct series series[];
+};
+
+const uint32_t dp_latency_bounds_us[DP_LATENCY_BOUNDS] = {
+    10,    25,     50,     100,    250,     500,     1000,    2500,     5000,     10000,    25000,
+    50000, 100000, 250000, 500000, 1000000, 2500000, 5000000, 10000000, 30000000, 60000000,
 };
 
 struct dp_latency *dp_latency_new(uint32_t series) {
-    size_t slices = (size_t)series * (SHORT_SLICES + LONG_SLICES);
-    struct dp_latency *latency = calloc(1, sizeof *latency + slices * sizeof(struct slice));
+    struct dp_latency *latency =
+        calloc(1, sizeof *latency + (size_t)series * sizeof(struct series));
     if (latency)
-        latency->series = series;
+        latency->count = series;
     return latency;
 }
 
@@ -66,12 +78,19 @@ static void count_in(struct slice *slice, uint64_t turn, uint32_t bucket) {
 
 void dp_latency_record(struct dp_latency *latency, uint32_t series, int64_t value_us,
                        uint64_t now_s) {
-    struct slice *slices = &latency->slices[series * (SHORT_SLICES + LONG_SLICES)];
-    uint32_t bucket = dp_latency_bucket(value_us);
+    if (series >= latency->count)
+        return;
+    struct series *of = &latency->series[series];
+    uint64_t value = value_us < 0 ? 0 : (uint64_t)value_us;
+    uint32_t bucket = dp_latency_bucket(value_us), bound = 0;
     /* Turns count from 1, so that a slice of zeros is nobody's. */
     uint64_t turn = now_s + 1, long_turn = now_s / LONG_S + 1;
-    count_in(&slices[turn % SHORT_SLICES], turn, bucket);
-    count_in(&slices[SHORT_SLICES + long_turn % LONG_SLICES], long_turn, bucket);
+    count_in(&of->short_slices[turn % SHORT_SLICES], turn, bucket);
+    count_in(&of->long_slices[long_turn % LONG_SLICES], long_turn, bucket);
+    while (bound < DP_LATENCY_BOUNDS && value > dp_latency_bounds_us[bound])
+        bound++;
+    of->within[bound]++;
+    of->sum_us += value;
 }
 
 void dp_latency_record_pair(struct dp_latency *latency, uint32_t series, int64_t first_us,
@@ -80,29 +99,40 @@ void dp_latency_record_pair(struct dp_latency *latency, uint32_t series, int64_t
     dp_latency_record(latency, series + 1, second_us, now_s);
 }
 
-static uint64_t add(const struct slice *slice, uint64_t *counts) {
-    uint64_t total = 0;
-    for (uint32_t i = 0; i < slice->top; i++) {
-        counts[i] += slice->counts[i];
-        total += slice->counts[i];
-    }
-    return total;
-}
-
-uint64_t dp_latency_window(struct dp_latency *latency, uint32_t series, uint32_t window_s,
+uint32_t dp_latency_window(struct dp_latency *latency, uint32_t series, uint32_t window_s,
                            uint64_t now_s, uint64_t *counts) {
-    const struct slice *slices = &latency->slices[series * (SHORT_SLICES + LONG_SLICES)];
-    uint32_t n = SHORT_SLICES, back = window_s;
-    uint64_t turn = now_s + 1, total = 0;
+    if (series >= latency->count)
+        return 0;
+    const struct slice *slices = latency->series[series].short_slices, *in[LONG_SLICES];
+    uint32_t n = SHORT_SLICES, back = window_s, found = 0, top = 0;
+    uint64_t turn = now_s + 1;
     if (window_s > SHORT_SLICES - 1) {
-        slices += SHORT_SLICES;
+        slices = latency->series[series].long_slices;
         n = LONG_SLICES;
         back = (window_s + LONG_S - 1) / LONG_S;
         turn = now_s / LONG_S + 1;
     }
-    memset(counts, 0, DP_LATENCY_BUCKETS * sizeof counts[0]);
-    for (uint32_t i = 0; i < n; i++)
-        if (slices[i].turn && slices[i].turn <= turn && slices[i].turn + back >= turn)
-            total += add(&slices[i], counts);
-    return total;
+    for (uint32_t i = 0; i < n; i++) {
+        if (!slices[i].turn || slices[i].turn > turn || slices[i].turn + back < turn)
+            continue;
+        in[found++] = &slices[i];
+        if (slices[i].top > top)
+            top = slices[i].top;
+    }
+    memset(counts, 0, top * sizeof counts[0]);
+    for (uint32_t i = 0; i < found; i++)
+        for (uint32_t bucket = 0; bucket < in[i]->top; bucket++)
+            counts[bucket] += in[i]->counts[bucket];
+    return top;
+}
+
+uint64_t dp_latency_total(struct dp_latency *latency, uint32_t series, uint64_t *within) {
+    uint64_t total = 0;
+    memset(within, 0, (DP_LATENCY_BOUNDS + 1) * sizeof within[0]);
+    if (series >= latency->count)
+        return 0;
+    const struct series *of = &latency->series[series];
+    for (uint32_t i = 0; i <= DP_LATENCY_BOUNDS; i++)
+        within[i] = total += of->within[i];
+    return of->sum_us;
 }

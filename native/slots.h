@@ -11,11 +11,11 @@
 
 /* State word, u64: bits 0-7 state, 8-23 owner (listener number, from 1), 24-63 generation.
  * Progress word, u64: bits 0-23 output count, 24-63 generation. */
-#define DP_OWNER_SHIFT 8
+#define DP_OWNER_SHIFT      8
 #define DP_GENERATION_SHIFT 24
-#define DP_STATE_MASK 0xFF
-#define DP_OWNER_MASK 0xFFFF
-#define DP_COUNT_MASK 0xFFFFFF
+#define DP_STATE_MASK       0xFF
+#define DP_OWNER_MASK       0xFFFF
+#define DP_COUNT_MASK       0xFFFFFF
 
 enum dp_state {
     DP_FREE = 0,
@@ -43,10 +43,10 @@ enum dp_event {
 /* What a verb answers besides a count or a state (all of those are 0 or more). */
 enum dp_status {
     DP_OK = 0,
-    DP_ILLEGAL = -1,  /* the slot is in a state that has no such event; nothing was changed */
-    DP_STALE = -2,    /* the handle's generation is over; nothing was changed */
-    DP_FULL = -3,     /* every slot of the range was seen taken during the probe */
-    DP_OVERFLOW = -4, /* more ids than were declared, or more output than the request allows */
+    DP_ILLEGAL = -1,   /* the slot is in a state that has no such event; nothing was changed */
+    DP_STALE = -2,     /* the handle's generation is over; nothing was changed */
+    DP_FULL = -3,      /* every slot of the range was seen taken during the probe */
+    DP_OVERFLOW = -4,  /* more ids than were declared, or more output than the request allows */
     DP_BAD_TOKEN = -5, /* an id outside the vocabulary; dp_writer says which */
     DP_SHORT = -6      /* the body ended before its declared ids were there */
 };
@@ -131,21 +131,23 @@ struct dp_watch {
     uint32_t state; /* as last loaded; DP_STATES when the word is not this holder's any more */
 };
 
-/* Refresh watches[0..n); write the indices of those with new output or DONE or lost to `changed` and
- * return how many. The progress is loaded after the state, so a DONE comes with its whole count. */
+/* Refresh watches[0..n); write the indices of those with new output or DONE or lost to `changed`
+ * and return how many. The progress is loaded after the state, so a DONE comes with its whole
+ * count. */
 uint32_t dp_poll(struct dp_region *region, struct dp_watch *watches, uint32_t n, uint32_t *changed);
 
 /* Sleep/wake, listener's side: dp_listener_sleep says "I am about to block" and answers whether
- * something changed meanwhile (then do not block); dp_listener_wake ends it. dp_listener_drain reads
- * the eventfd once it was seen readable. */
+ * something changed meanwhile (then do not block); dp_listener_wake ends it. dp_listener_drain
+ * reads the eventfd once it was seen readable. */
 int dp_listener_sleep(struct dp_region *region, uint32_t owner, struct dp_watch *watches,
                       uint32_t n);
 void dp_listener_wake(struct dp_region *region, uint32_t owner);
 void dp_listener_drain(struct dp_region *region, uint32_t owner);
 
-/* Runtime's side: block until a slot is READY or CANCELLING, `cancel_fd` is readable, or the time is
- * over (timeout_ms < 0: none). With spin_us > 0 it looks that long before it blocks. 1 when there is
- * something to do, 0 on time-out, -1 when cancel_fd (the attachment's socket) said the daemon is gone. */
+/* Runtime's side: block until a slot is READY or CANCELLING, `cancel_fd` is readable, or the time
+ * is over (timeout_ms < 0: none). With spin_us > 0 it looks that long before it blocks. 1 when
+ * there is something to do, 0 on time-out, -1 when cancel_fd (the attachment's socket) said the
+ * daemon is gone. */
 int dp_runtime_wait(struct dp_region *region, int cancel_fd, int timeout_ms, uint32_t spin_us);
 
 int64_t dp_realtime_ns(void);

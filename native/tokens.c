@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#include "atomics.h"
+
 void dp_write_begin(struct dp_region *region, uint32_t slot, uint32_t n_tokens, uint32_t width) {
     struct dp_writer *writer = &region->writers[slot];
     memset(writer, 0, sizeof *writer);
@@ -97,9 +99,9 @@ int dp_write_complete(struct dp_region *region, uint32_t slot) {
 }
 
 int dp_admit(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t count,
-             uint32_t start, uint32_t probes, uint64_t request_id, uint32_t n_tokens, uint32_t width,
-             uint32_t max_output, float temperature, float top_p, uint32_t top_k, uint32_t seed,
-             struct dp_claimed *out) {
+             uint32_t start, uint32_t probes, uint64_t request_id, uint32_t n_tokens,
+             uint32_t width, uint32_t max_output, float temperature, float top_p, uint32_t top_k,
+             uint32_t seed, struct dp_claimed *out) {
     int status = dp_claim(region, owner, first, count, start, probes, out);
     if (status != DP_OK)
         return status;
@@ -109,9 +111,16 @@ int dp_admit(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t 
     return DP_OK;
 }
 
-int64_t dp_submit(struct dp_region *region, uint32_t slot, uint64_t generation,
-                  const uint8_t *body, size_t offset, size_t len) {
-    int status = dp_write(region, slot, body, offset, len);
+int64_t dp_submit(struct dp_region *region, uint32_t slot, uint64_t generation, const uint8_t *body,
+                  size_t offset, size_t len) {
+    /* Nothing is written on the strength of a handle that is over. */
+    uint64_t word = dp_load_acquire(&region->states[slot]);
+    if (word >> DP_GENERATION_SHIFT != generation)
+        return DP_STALE;
+    int status = dp_next_state(DP_PUBLISH, (int)(word & DP_STATE_MASK));
+    if (status < 0)
+        return status;
+    status = dp_write(region, slot, body, offset, len);
     if (status != DP_OK)
         return status;
     if (!dp_write_complete(region, slot))

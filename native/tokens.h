@@ -20,12 +20,12 @@ int dp_write_complete(struct dp_region *region, uint32_t slot);
  * dp_admit claims a slot (dp_claim), writes into it what the request states (dp_describe) and makes
  * it ready for its body (dp_write_begin): DP_OK and *out, or DP_FULL. */
 int dp_admit(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t count,
-             uint32_t start, uint32_t probes, uint64_t request_id, uint32_t n_tokens, uint32_t width,
-             uint32_t max_output, float temperature, float top_p, uint32_t top_k, uint32_t seed,
-             struct dp_claimed *out);
+             uint32_t start, uint32_t probes, uint64_t request_id, uint32_t n_tokens,
+             uint32_t width, uint32_t max_output, float temperature, float top_p, uint32_t top_k,
+             uint32_t seed, struct dp_claimed *out);
 /* dp_submit appends the body's last part (dp_write) and publishes: when (published_ns), or DP_SHORT
  * or another status, and then the slot is still in WRITING. */
-int64_t dp_submit(struct dp_region *region, uint32_t slot, uint64_t generation,
-                  const uint8_t *body, size_t offset, size_t len);
+int64_t dp_submit(struct dp_region *region, uint32_t slot, uint64_t generation, const uint8_t *body,
+                  size_t offset, size_t len);
 
 #endif

@@ -194,8 +194,8 @@ int dp_udp_flush(struct dp_udp *udp) {
         }
         if (n < 0 && errno == EINTR)
             continue;
-        /* A full socket buffer drops the rest; an address that the kernel refuses, or an ICMP error
-         * of an earlier datagram, drops one and spares the others. */
+        /* A full socket buffer, an address that the kernel refuses, an ICMP error of an earlier
+         * datagram: each costs one datagram and spares the others. */
         dropped++;
         sent++;
     }

@@ -1,0 +1,127 @@
+"""A sampling profiler that runs a command in its own process: `python -m dataplane.sampler OUT
+COMMAND...`.
+
+The kernel's profiling timer (ITIMER_PROF) counts CPU time, its own and the interpreter's; each time
+it has counted a millisecond, the innermost known function on the stack decides to which stage that
+millisecond goes. A C call is charged to the function that made it. At the command's end the counts
+are written to OUT as JSON.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+INTERVAL_S = 0.001
+
+STAGES = (
+    "kernel", "crypto", "transport", "parse", "claim", "write", "egress", "interpreter",
+)  # fmt: skip
+
+# (end of a file's path, function or "*"): stage. The first match on the way out of the stack
+# decides.
+_TABLE: dict[str, dict[str, str]] = {
+    "selectors.py": {"select": "kernel"},
+    "dataplane/listener.py": {
+        "flush": "kernel",
+        "_readable": "kernel",  # what is left of it is the call that receives
+        "about_to_sleep": "egress",
+    },
+    "aioquic/_crypto.py": {"*": "crypto"},
+    "aioquic/quic/crypto.py": {"*": "crypto"},
+    "dataplane/prompt1.py": {"parse_request": "parse", "_parse_short": "parse"},
+    "dataplane/http3.py": {"encode_headers": "egress", "*": "parse"},
+    "dataplane/http3_fields.py": {"encode_section": "egress", "*": "parse"},
+    "dataplane/fronts/parameters.py": {"*": "parse"},
+    "dataplane/fronts/replies.py": {"*": "egress"},
+    "dataplane/fronts/prompt1.py": {"answer": "egress", "_header": "claim", "_body": "write"},
+    "dataplane/fronts/generate.py": {"answer": "egress"},
+    "dataplane/fronts/session.py": {
+        "on_headers": "claim", "_generate": "claim", "on_data": "write",
+    },
+    "dataplane/egress.py": {"*": "egress"},
+    "dataplane/ingress.py": {"claim": "claim", "submit": "write", "write": "write"},
+    "dataplane/table.py": {
+        "admit": "claim", "write": "write", "submit": "write", "poll": "egress", "output": "egress",
+    },
+    "dataplane/connection.py": {"send": "egress"},
+    "aioquic/": {"*": "transport"},
+}  # fmt: skip
+
+
+class Sampler:
+    """Counts CPU time by stage while it runs."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.since = resource.getrusage(resource.RUSAGE_SELF)
+        self._stages: dict[object, str | None] = {}
+
+    def start(self) -> None:
+        signal.signal(signal.SIGPROF, self._sample)
+        signal.setitimer(signal.ITIMER_PROF, INTERVAL_S, INTERVAL_S)
+
+    def stop(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
+
+    def reset(self, number: int = 0, frame: FrameType | None = None) -> None:
+        """Forget what was counted: the load begins now (SIGUSR1)."""
+        self.counts.clear()
+        self.since = resource.getrusage(resource.RUSAGE_SELF)
+
+    def _sample(self, number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            code = frame.f_code
+            stage = self._stages.get(code, "")
+            if stage == "":
+                stage = self._stages[code] = stage_of(code.co_filename, code.co_name)
+            if stage is not None:
+                self.counts[stage] += 1
+                return
+            frame = frame.f_back
+        self.counts["interpreter"] += 1
+
+
+def stage_of(filename: str, function: str) -> str | None:
+    """Return the stage that a function's own time belongs to; None: its caller's."""
+    for ending, functions in _TABLE.items():
+        found = ending in filename if ending.endswith("/") else filename.endswith(ending)
+        if found:
+            stage = functions.get(function) or functions.get("*")
+            if stage:
+                return stage
+    return None
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command of the package under the sampler."""
+    out, *command = arguments
+    from dataplane.cli import main as run
+
+    sampler = Sampler()
+    sampler.start()
+    signal.signal(signal.SIGUSR1, sampler.reset)
+    try:
+        return run(command)
+    finally:
+        sampler.stop()
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        text = json.dumps(
+            {
+                "samples": sampler.counts,
+                "user_s": used.ru_utime - sampler.since.ru_utime,
+                "system_s": used.ru_stime - sampler.since.ru_stime,
+            }
+        )
+        temporary = Path(out + ".part")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,201 @@
+"""Build and run the C test programs of `tests/native`: plain, sanitized, and with seeded mistakes.
+
+`make tsan` runs this file: every program under ThreadSanitizer and under AddressSanitizer with
+UBSan, then each mutant of `native/slots.c`, which the program that is there for it must notice.
+`test_native_programs.py` runs the programs quickly and plain.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+NATIVE = ROOT / "native"
+PROGRAMS = ROOT / "tests" / "native"
+
+COMMON = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
+
+CAUGHT = {1: "by its outcomes", 66: "by ThreadSanitizer"}
+ATTEMPTS = 10
+TIME_LIMIT_S = 120
+
+
+class Kind(NamedTuple):
+    """A way to compile."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+PLAIN = Kind("plain", ("-O2",))
+# The compiler warns that ThreadSanitizer does not model fences; no data here hangs on one.
+TSAN = Kind("ThreadSanitizer", ("-O2", "-fsanitize=thread", "-Wno-tsan"))
+ASAN = Kind(
+    "AddressSanitizer and UBSan",
+    ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+)
+
+
+class Run(NamedTuple):
+    """A program and how much it does: its arguments, of which the second is the seed."""
+
+    program: str
+    amount: int
+    race: str | None = None
+
+    def arguments(self, seed: int) -> list[str]:
+        return [str(self.amount), str(seed), *([self.race] if self.race else [])]
+
+
+class Mutant(NamedTuple):
+    """A mistake that `mutants.c` sows, and the build and the run that notice it."""
+
+    name: str
+    kind: Kind
+    run: Run
+    processors: int = 1
+
+
+_RACES = Run("races", 20_000)
+_TRAFFIC = Run("traffic", 5_000)
+
+# A fence that is missing shows only where two processors really run at once.
+MUTANTS = (
+    Mutant("TORN_CLAIM", PLAIN, _RACES),
+    Mutant("TORN_VERB", PLAIN, _RACES),
+    Mutant("BLIND_VERB", PLAIN, _RACES),
+    Mutant("RELAXED_CLAIM", TSAN, _TRAFFIC),
+    Mutant("RELAXED_PUBLISH", TSAN, _TRAFFIC),
+    Mutant("RELAXED_TAKE", TSAN, _TRAFFIC),
+    Mutant("RELAXED_FINISH", TSAN, _TRAFFIC),
+    Mutant("RELAXED_RELEASE", TSAN, _TRAFFIC),
+    Mutant("RELAXED_EMIT", TSAN, _TRAFFIC),
+    Mutant("RELAXED_POLL_STATE", TSAN, _TRAFFIC),
+    Mutant("RELAXED_POLL_COUNT", TSAN, _TRAFFIC),
+    Mutant("NO_FENCE_IN_WAIT", PLAIN, Run("wakes", 200_000, "publish/wait"), processors=2),
+    Mutant("NO_FENCE_IN_SLEEP", PLAIN, Run("wakes", 200_000, "emit/sleep"), processors=2),
+    Mutant("NO_FENCE_BEFORE_RING", PLAIN, Run("wakes", 200_000, "emit/sleep"), processors=2),
+    Mutant("SLEEPS_UNSAID", PLAIN, Run("wakes", 1_000, "publish/wait")),
+)
+
+SANITIZED = {
+    TSAN: (
+        Run("races", 20_000),
+        Run("wakes", 20_000),
+        Run("traffic", 50_000),
+        Run("writers", 300),
+        Run("handshake", 20),
+    ),
+    ASAN: (
+        Run("races", 10_000),
+        Run("wakes", 5_000),
+        Run("traffic", 20_000),
+        Run("writers", 1_000),
+        Run("handshake", 20),
+    ),
+}
+
+
+def compiler() -> str:
+    return os.environ.get("CC", "cc")
+
+
+def build(program: str, kind: Kind, to: Path, mutant: str | None = None) -> Path:
+    """Compile a program with the sources under test, or with a mutant in place of `slots.c`."""
+    binary = to / f"{program}-{kind.name.split()[0]}-{mutant or 'original'}"
+    slots = PROGRAMS / "mutants.c" if mutant else NATIVE / "slots.c"
+    others = (NATIVE / f"{name}.c" for name in ("region", "tokens", "attach"))
+    sources = [PROGRAMS / f"{program}.c", slots, *others]
+    command = [compiler(), *COMMON, *kind.flags, f"-I{NATIVE}", "-o", str(binary)]
+    if mutant:
+        # Not every mutant uses every way to be wrong; and a wake-up that is lost is lost at once.
+        command += ["-DMUTANT", f"-DMUTANT_{mutant}", "-Wno-unused-function", "-DLOST_MS=1000"]
+    command += [str(source) for source in sources]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{program} does not compile:\n{done.stderr}")
+    return binary
+
+
+def build_all(wanted: Iterable[tuple[str, Kind, str | None]], to: Path) -> list[Path]:
+    """Compile several programs, on every processor."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda one: build(one[0], one[1], to, one[2]), wanted))
+
+
+def run(binary: Path, run_of: Run, seed: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a program; its exit code is 0 when all it saw was allowed."""
+    command = [str(binary), *run_of.arguments(seed)]
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
+    done = _finish(command, environment)
+    if "unexpected memory mapping" in done.stderr:
+        # An old ThreadSanitizer on a kernel that scatters mappings more widely than it knows.
+        done = _finish(["setarch", "--addr-no-randomize", *command], environment)
+    return done
+
+
+def _finish(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+    )
+
+
+def check_sanitized(to: Path) -> bool:
+    """Run every program under every sanitizer; whether all were silent."""
+    sound = True
+    for kind, runs in SANITIZED.items():
+        start = time.monotonic()
+        binaries = build_all(((one.program, kind, None) for one in runs), to)
+        for one, binary in zip(runs, binaries, strict=True):
+            done = run(binary, one)
+            if done.returncode:
+                sound = False
+                print(f"{one.program} under {kind.name} FAILED:\n{done.stdout}{done.stderr}")
+            elif one.program in ("races", "traffic"):
+                print(done.stdout, end="")
+        print(f"{kind.name}: {len(runs)} programs, {time.monotonic() - start:.1f} s\n", flush=True)
+    return sound
+
+
+def hunt(mutant: Mutant, binary: Path) -> str | None:
+    """Run a mutant until its mistake is noticed; how it was, or None."""
+    for seed in range(1, ATTEMPTS + 1):
+        done = run(binary, mutant.run, seed)
+        if done.returncode in CAUGHT:
+            return f"{CAUGHT[done.returncode]}, run {seed}"
+        if done.returncode:
+            raise RuntimeError(f"{mutant.name} ended with {done.returncode}:\n{done.stderr}")
+    return None
+
+
+def check_mutants(to: Path) -> bool:
+    """Hunt every mutant; whether all were noticed."""
+    sound = True
+    start = time.monotonic()
+    binaries = build_all(((one.run.program, one.kind, one.name) for one in MUTANTS), to)
+    processors = len(os.sched_getaffinity(0))
+    for mutant, binary in zip(MUTANTS, binaries, strict=True):
+        if mutant.processors > processors:
+            print(f"mutant {mutant.name}: waived, it takes {mutant.processors} processors")
+            continue
+        how = hunt(mutant, binary)
+        sound = sound and how is not None
+        print(f"mutant {mutant.name}: {'caught ' + how if how else 'NOT CAUGHT'}", flush=True)
+    print(f"{len(MUTANTS)} mutants, {time.monotonic() - start:.1f} s")
+    return sound
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="dataplane-native-") as folder:
+        sound = check_sanitized(Path(folder))
+        return 0 if check_mutants(Path(folder)) and sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The C test programs, quickly and without sanitizers; `make tsan` runs them under those."""
+
+import shutil
+from pathlib import Path
+
+import native_programs
+import pytest
+from native_programs import MUTANTS, PLAIN, PROGRAMS, Run, build, run
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(native_programs.compiler()) is None, reason="no C compiler here"
+)
+
+QUICK = (
+    Run("races", 1_500),
+    Run("wakes", 1_000),
+    Run("traffic", 3_000),
+    Run("writers", 100),
+    Run("handshake", 2),
+)
+
+
+@pytest.mark.parametrize("quick", QUICK, ids=[one.program for one in QUICK])
+def test_program_sees_only_what_is_allowed(quick: Run, tmp_path: Path) -> None:
+    done = run(build(quick.program, PLAIN, tmp_path), quick, seed=11)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout
+
+
+def test_program_notices_a_mistake(tmp_path: Path) -> None:
+    torn = next(mutant for mutant in MUTANTS if mutant.name == "TORN_CLAIM")
+    done = run(build("races", PLAIN, tmp_path, torn.name), torn.run)
+    assert done.returncode == 1
+    assert "FAILED: claim/claim, one slot: round" in done.stderr
+
+
+def test_every_mutant_of_the_source_is_hunted() -> None:
+    source = (PROGRAMS / "mutants.c").read_text(encoding="utf-8")
+    sown = [word.removeprefix("MUTANT_") for word in source.split() if word.startswith("MUTANT_")]
+    assert sorted(sown) == sorted(mutant.name for mutant in MUTANTS)
