@@ -18,6 +18,8 @@ class Stats:
         answers: Answers by status; a 200 counts when it is written.
         claimed, completed, cancelled, failed: Slots claimed; answers that ended whole, by the
         client's leaving, by an error.
+        connections: QUIC connections that are open, half-open ones too.
+        datagrams_dropped: Datagrams that the kernel did not take when they were sent.
         hold_s: Smoothed time that a request holds its slot, in seconds, for retry-after.
     """
 
@@ -29,6 +31,8 @@ class Stats:
         self.completed = 0
         self.cancelled = 0
         self.failed = 0
+        self.connections = 0
+        self.datagrams_dropped = 0
         self.hold_s = 0.0
 
     @property
@@ -41,12 +45,16 @@ class Stats:
         self.now = now
         self.latency.now_s = int(now)
 
+    def uptime_s(self) -> float:
+        """Return seconds since the start."""
+        return time.monotonic() - self.started
+
     def health(self, status: str) -> dict[str, Any]:
         """Return `/health` (contract 5)."""
         return {
             "status": status,
-            "uptime_s": round(time.monotonic() - self.started, 3),
-            "cpu_s": round(time.process_time(), 6),
+            "uptime_s": round(self.uptime_s(), 3),
+            "cpu_s": round(cpu_s(), 6),
             "rss_bytes": rss_bytes(),
             "requests": {str(status): count for status, count in sorted(self.answers.items())},
             "in_flight": self.in_flight,
@@ -57,7 +65,15 @@ class Stats:
         }
 
 
+def cpu_s() -> float:
+    """Return the CPU time of the daemon in seconds, the runtime's excluded."""
+    return time.process_time()
+
+
 def rss_bytes() -> int:
     """Return this process's resident memory, the shared region included."""
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * _PAGE
+    statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return int(os.read(statm, 256).split()[1]) * _PAGE
+    finally:
+        os.close(statm)
