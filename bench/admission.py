@@ -7,10 +7,11 @@ about, in one run. The target is a ratio of at most 1.3. Also the daemon's memor
 """
 
 import argparse
+import array
+import contextlib
 import json
 import re
 import statistics
-import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -19,20 +20,26 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import bare_echo
-from bench.load import Load
 from bench.measure import CLIENT_CORE, cpu_ns, pin, process, rss_bytes
 from dataplane import prompt1
 from dataplane.identity import load_identity
+from dataplane.load import Load, Server
+from dataplane.load_wire import Exchange, RawDialogue, raw_request
 
 ANSWER_BYTES = prompt1.VERDICT_BYTES + 4 + prompt1.TRAILER_BYTES
 SLOTS = 64
+VOCABULARY = 50_000
+WARM_UP = 2000
 TARGET = 1.3
 
 
-def request_bytes(tokens: int) -> bytes:
-    """Return a whole `prompt/1` request."""
-    header = prompt1.encode_request(prompt1.Request(tokens))
-    return header + struct.pack(f"<{tokens}I", *(i % 50_000 for i in range(tokens)))
+class Counting(RawDialogue):
+    """What is said to both servers: an answer's bytes are counted and not understood."""
+
+    def take(self, exchange: Exchange, stream_id: int, data: bytes, fin: bool) -> None:
+        exchange.body(data)
+        if fin:
+            exchange.status = 200 if exchange.body_bytes == ANSWER_BYTES else 500
 
 
 def measure(load: Load, pid: int, requests: int, streams: int) -> float:
@@ -40,37 +47,47 @@ def measure(load: Load, pid: int, requests: int, streams: int) -> float:
     before = cpu_ns(pid)
     outcome = load.run(requests, streams)
     spent = cpu_ns(pid) - before
-    if outcome.failed or outcome.answer_bytes != requests * ANSWER_BYTES:
-        raise RuntimeError(f"not every request was answered with 200: {outcome}")
+    if outcome.by_status != {"200": requests}:
+        raise RuntimeError(f"not every request was answered with 200: {outcome.by_status}")
     return spent / requests / 1000
 
 
 def compare(options: argparse.Namespace, directory: str, progress: Progress) -> dict[str, object]:
     """Run both servers side by side, a round each in turn."""
-    request = request_bytes(options.tokens)
+    ids = array.array("I", (i % VOCABULARY for i in range(options.tokens)))
+    request = raw_request(ids.tobytes(), 0)
     state = Path(directory)
     identity = load_identity(state, "localhost")
+    assert identity.ca is not None
+    ca_pem = identity.ca.read_bytes()
     bare = ["-m", "bench.bare_echo", f"--cert={identity.cert}", f"--key={identity.key}"]
     bare.append(f"--answer-bytes={ANSWER_BYTES}")
     daemon = ["-m", "dataplane", "serve", "--runtime=null", "--listen=localhost:0"]
-    daemon += ["--admin=localhost:0", f"--state-dir={state}", f"--vocab-size={50_000}"]
+    daemon += ["--admin=localhost:0", f"--state-dir={state}", f"--vocab-size={VOCABULARY}"]
     daemon += [f"--slots={SLOTS}", f"--max-writing={SLOTS}"]
     daemon.append(f"--context={max(1024, options.tokens)}")
     rounds = progress.add_task("rounds", total=options.rounds * 2 + 1)
     costs: dict[str, list[float]] = {"bare": [], "dataplane": []}
-    with process(bare) as (bare_pid, bare_port), process(daemon) as (pid, ready):
+    with contextlib.ExitStack() as stack:
+        bare_pid, bare_port = stack.enter_context(process(bare))
+        pid, ready = stack.enter_context(process(daemon))
         found = re.search(r"quic=127\.0\.0\.1:(\d+)", ready)
         assert found, ready
+
+        def load_of(port: str, alpn: str) -> Load:
+            server = Server(("127.0.0.1", int(port)), ca_pem)
+            return stack.enter_context(Load(server, alpn, lambda: Counting(request), 1))
+
         loads = {
-            "bare": (Load(("127.0.0.1", int(bare_port)), bare_echo.ALPN, request), bare_pid),
-            "dataplane": (Load(("127.0.0.1", int(found[1])), prompt1.ALPN, request), pid),
+            "bare": (load_of(bare_port, bare_echo.ALPN), bare_pid),
+            "dataplane": (load_of(found[1], prompt1.ALPN), pid),
         }
         for load, server in loads.values():
             load.connect()
-            measure(load, server, 2000, options.streams)
+            measure(load, server, WARM_UP, options.streams)
         progress.advance(rounds)
         rss_first = rss_last = 0
-        done = 2000
+        done = WARM_UP
         for _ in range(options.rounds):
             for name, (load, server) in loads.items():
                 costs[name].append(measure(load, server, options.requests, options.streams))
@@ -79,8 +96,6 @@ def compare(options: argparse.Namespace, directory: str, progress: Progress) -> 
             rss_last = rss_bytes(pid)
             if done >= 10_000 and not rss_first:
                 rss_first = rss_last
-        for load, _ in loads.values():
-            load.close()
     medians = {name: statistics.median(values) for name, values in costs.items()}
     return {
         "tokens": options.tokens,
@@ -101,12 +116,15 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--requests", type=int, default=5000, help="a round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object there too")
     options = parser.parse_args()
     pin(CLIENT_CORE)
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
         result = compare(options, directory, progress)
+    if options.out is not None:
+        options.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
     if options.json:
         print(json.dumps(result))
     else:

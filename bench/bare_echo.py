@@ -19,9 +19,9 @@ BATCH = 64
 ALPN = "bare-echo"
 
 
-def serve(cert: str, key: str, answer_bytes: int) -> None:
+def serve(cert: str, key: str, alpn: str, answer: bytes) -> None:
     """Print the port, then answer until the process is ended."""
-    configuration = QuicConfiguration(is_client=False, alpn_protocols=[ALPN])
+    configuration = QuicConfiguration(is_client=False, alpn_protocols=[alpn])
     configuration.load_cert_chain(cert, key)
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.bind(("127.0.0.1", 0))
@@ -30,7 +30,6 @@ def serve(cert: str, key: str, answer_bytes: int) -> None:
     selector.register(sock, selectors.EVENT_READ)
     print(sock.getsockname()[1], flush=True)
     connections: dict[bytes, QuicConnection] = {}
-    answer = bytes(answer_bytes)
     while True:
         timers = [timer for quic in set(connections.values()) if (timer := quic.get_timer())]
         wait = min(timers, default=time.monotonic() + 1) - time.monotonic()
@@ -91,4 +90,4 @@ if __name__ == "__main__":
     parser.add_argument("--key", required=True)
     parser.add_argument("--answer-bytes", type=int, required=True)
     options = parser.parse_args()
-    serve(options.cert, options.key, options.answer_bytes)
+    serve(options.cert, options.key, ALPN, bytes(options.answer_bytes))

@@ -1,4 +1,4 @@
-"""The command line: `serve`, `client`, `run`, `model install`, `runtime echo|smollm2`.
+"""The command line: `serve`, `client`, `run`, `bench`, `model install`, `runtime echo|smollm2`.
 
 The rules that hold here:
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dataplane import __version__
 from dataplane.config import (
+    ADDRESS,
     PATH,
     Setting,
     add_flags,
@@ -48,6 +49,17 @@ _CLIENT_SETTINGS = (
     _MAX_OUTPUT,
     Setting("temperature", "T", decimal(0, 100), "0", "0 takes the likeliest token"),
     Setting("seed", "N", integer(0, 2**32 - 1), "0", "of the sampling; 0 is a random one"),
+)
+_BENCH_SETTINGS = (
+    Setting("ca", "FILE", PATH, None, "CA to verify with", "ca.pem in the state directory"),
+    Setting("admin", "HOST:PORT", ADDRESS, None, "--server's admin port, to ask for its CPU"),
+    Setting("requests", "N", integer(1, 10_000_000), "5000", "how many"),
+    Setting("connections", "C", integer(1, 1000), "4", "QUIC connections"),
+    Setting("streams", "S", integer(1, 128), "8", "requests in flight on each"),
+    Setting("prompt_tokens", "T", integer(1, 1_048_576), "128", "tokens of each prompt"),
+    Setting("max_output", "M", integer(0, 262_144), "16", "most tokens to answer with"),
+    Setting("rate", "R", decimal(0.001, 1e6), None, "requests a second", "as fast as answered"),
+    Setting("slots", "N", integer(1, 1024), None, "of its own daemon", "one for each in flight"),
 )
 
 
@@ -124,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("prompt", metavar="PROMPT")
     run.add_argument("--runtime", choices=("smollm2", "echo"), default="smollm2")
     _add_settings(run, [_MAX_OUTPUT])
+    _add_bench(commands)
     model = commands.add_parser("model", help="the small model", allow_abbrev=False)
     _command(
         model.add_subparsers(metavar="COMMAND", required=True),
@@ -160,11 +173,29 @@ def _add_client(commands: "Commands") -> None:
         default="localhost:4433",
         help="the daemon's --listen (default: localhost:4433)",
     )
-    parser.add_argument("--protocol", choices=("raw", "h3"), default="raw")
+    parser.add_argument(
+        "--protocol",
+        choices=("raw", "h3"),
+        default="raw",
+        help="raw: ids, made here of text; h3: HTTP/3, text as it is (default: raw)",
+    )
     _add_settings(parser, _CLIENT_SETTINGS)
     parser.add_argument(
         "--no-chat", action="store_true", help="send the text as it is, without the chat template"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
+
+
+def _add_bench(commands: "Commands") -> None:
+    parser = _command(commands, "bench", _bench, "measure a daemon under load")
+    parser.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        help="the daemon's --listen (default: starts one, with the null runtime)",
+    )
+    _add_settings(parser, _BENCH_SETTINGS)
+    parser.add_argument("--protocol", choices=("raw", "h3"), default="raw")
+    parser.add_argument("--runtime", choices=("null", "echo"), help="of its own daemon")
     parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
 
 
@@ -198,33 +229,40 @@ def _client(options: argparse.Namespace) -> int:
     from dataplane import cli_client
 
     values = _values(options, _CLIENT_SETTINGS)
-    if options.protocol == "h3":
-        raise UsageError("--protocol h3: this version speaks prompt/1 only; use --protocol raw")
+    daemon = cli_client.Daemon(options.server, values["ca"], options.protocol)
     question = _question(options, values)
     show = cli_client.show_nothing if options.json else cli_client.show_on_stdout
-    outcome = asyncio.run(cli_client.ask(options.server, values["ca"], question, show))
+    outcome = asyncio.run(cli_client.ask(daemon, question, show))
     if options.json:
         print(outcome.to_json())
     else:
         cli_client.end_line(outcome)
     cli_client.complain(outcome)
     if outcome.answered and not options.json:
-        cli_client.show_times(outcome.timings_us, ("queue", "ingress", "first_token", "total"))
+        times = outcome.timings_us or {}
+        # The raw protocol does not say when the runtime took the prompt.
+        stages = [name for name in cli_client.STAGES if name != "pickup" or times.get(name)]
+        cli_client.show_times(times, stages)
     return outcome.exit_code
 
 
 def _question(options: argparse.Namespace, values: Mapping[str, Any]) -> "Question":
-    from dataplane.cli_client import ModelCodec, Question, parse_ids, read_ids
+    from dataplane.cli_client import Question
+    from dataplane.cli_prompts import parse_ids, read_ids
 
-    text = None
+    ids = None
     if options.ids is not None:
         ids = parse_ids("--ids", options.ids)
     elif options.ids_file is not None:
         ids = read_ids(options.ids_file)
-    else:
-        codec = ModelCodec(state_dir_of(None, os.environ), chat=not options.no_chat)
-        ids, text = codec.encode(options.prompt), codec.stream()
-    return Question(ids, text, values["max_output"], values["temperature"], values["seed"])
+    return Question(
+        ids=ids,
+        prompt=options.prompt,
+        chat=not options.no_chat,
+        max_output=values["max_output"],
+        temperature=values["temperature"],
+        seed=values["seed"],
+    )
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -233,6 +271,21 @@ def _demo(options: argparse.Namespace) -> int:
     values = _values(options, [_MAX_OUTPUT])
     state_dir = state_dir_of(None, os.environ)
     return run(options.runtime, options.prompt, values["max_output"], state_dir)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    values = _values(options, _BENCH_SETTINGS)
+    from dataplane.cli_bench import Plan, run
+
+    return run(
+        Plan(
+            server=options.server,
+            protocol=options.protocol,
+            runtime=options.runtime,
+            json=options.json,
+            **values,
+        )
+    )
 
 
 def _model_install(options: argparse.Namespace) -> int:

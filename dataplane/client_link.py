@@ -11,7 +11,7 @@ It knows nothing of what the streams carry. The rules that hold here:
 
 import asyncio
 import socket
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from aioquic.asyncio.protocol import QuicConnectionProtocol
 from aioquic.quic.configuration import QuicConfiguration
@@ -32,7 +32,7 @@ from dataplane.errors import UnavailableError
 
 KEEP_ALIVE_S = 0.5
 _RECEIVE_BUFFER = 1 << 20
-_CANCELLED = 0
+_BY_SERVER = 1
 
 
 class Receiver(Protocol):
@@ -49,7 +49,14 @@ class Receiver(Protocol):
 
 
 class Link(QuicConnectionProtocol):
-    """A connection. `lost` is why it is over, or None."""
+    """A connection. `lost` is why it is over, or None.
+
+    A protocol that needs more than the streams that this side opens derives from it.
+    """
+
+    # The error codes with which streams are given up and the connection is closed.
+    cancel_code = 0
+    close_code = 0
 
     def __init__(self, quic: QuicConnection, peer: Any) -> None:
         super().__init__(quic)
@@ -79,6 +86,12 @@ class Link(QuicConnectionProtocol):
             self._keep_alive = self._loop.call_later(KEEP_ALIVE_S, self._stay_alive)
         return stream_id
 
+    def open_uni(self, data: bytes) -> None:
+        """Open a stream that only this side sends on, and leave it open."""
+        stream_id = self._quic.get_next_available_stream_id(is_unidirectional=True)
+        self._quic.send_stream_data(stream_id, data, False)
+        self._flush_soon()
+
     def send(self, stream_id: int, data: bytes, fin: bool) -> bool:
         """Send more on a stream; False if the peer has stopped it or the connection is over."""
         try:
@@ -101,13 +114,24 @@ class Link(QuicConnectionProtocol):
             # bytes end it.
             self._receivers[stream_id] = _Unwanted(self, stream_id)
             return
-        self._quic.stop_stream(stream_id, _CANCELLED)
-        self._quic.reset_stream(stream_id, _CANCELLED)
+        self._quic.stop_stream(stream_id, self.cancel_code)
+        self._quic.reset_stream(stream_id, self.cancel_code)
         self._flush_soon()
 
-    def shut(self) -> None:
-        """Close the connection from this side."""
-        self._finish("the connection was closed by this side")
+    def shut(self, why: str = "the connection was closed by this side", code: int = -1) -> None:
+        """Close the connection from this side; `code` is the protocol's usual one if negative."""
+        self._finish(why, code)
+
+    # -------------------------------------------------------- what a protocol may want to know
+
+    def on_up(self) -> None:
+        """The handshake is complete."""
+
+    def on_peer_data(self, stream_id: int, data: bytes, fin: bool) -> None:
+        """The next bytes of a stream that the peer opened."""
+
+    def on_peer_reset(self, stream_id: int) -> None:
+        """The peer gave up a stream that it had opened."""
 
     # -------------------------------------------------------- what aioquic calls
 
@@ -134,7 +158,12 @@ class Link(QuicConnectionProtocol):
         self._finish(f"the socket was closed: {exc}")
 
     def quic_event_received(self, event: QuicEvent) -> None:
-        if isinstance(event, StreamDataReceived):
+        if isinstance(event, (StreamDataReceived, StreamReset)) and event.stream_id & _BY_SERVER:
+            if isinstance(event, StreamReset):
+                self.on_peer_reset(event.stream_id)
+            else:
+                self.on_peer_data(event.stream_id, event.data, event.end_stream)
+        elif isinstance(event, StreamDataReceived):
             receiver = self._receivers.get(event.stream_id)
             if event.end_stream:
                 self._receivers.pop(event.stream_id, None)
@@ -145,10 +174,11 @@ class Link(QuicConnectionProtocol):
             if receiver is not None:
                 receiver.on_reset(event.error_code)
         elif isinstance(event, HandshakeCompleted):
+            self.on_up()
             if not self.established.done():
                 self.established.set_result(None)
         elif isinstance(event, ConnectionTerminated):
-            self._finish(_closing_words(event, self._is_up()))
+            self._finish(closing_words(event, self._is_up()))
 
     # -------------------------------------------------------- inside
 
@@ -186,11 +216,12 @@ class Link(QuicConnectionProtocol):
             self.quic_event_received(event)
             event = self._quic.next_event()
 
-    def _finish(self, why: str) -> None:
+    def _finish(self, why: str, code: int = -1) -> None:
         if self.lost is not None:
             return
         self.lost = why
-        self._quic.close()  # nothing, if that is how it ended
+        # Nothing, if that is how it ended.
+        self._quic.close(error_code=self.close_code if code < 0 else code)
         self.transmit()
         self._skip_closing_period()
         self.transmit()  # which disarms the timer
@@ -204,6 +235,9 @@ class Link(QuicConnectionProtocol):
             receiver.on_lost(why)
         if self._transport is not None:
             self._transport.close()
+
+
+AnyLink = TypeVar("AnyLink", bound=Link)
 
 
 class _Unwanted:
@@ -224,7 +258,8 @@ class _Unwanted:
         pass
 
 
-def _closing_words(event: ConnectionTerminated, was_up: bool) -> str:
+def closing_words(event: ConnectionTerminated, was_up: bool) -> str:
+    """Say why a connection ended."""
     reason = event.reason_phrase
     alert = event.error_code - QuicErrorCode.CRYPTO_ERROR
     if 0 <= alert < 256:
@@ -257,8 +292,12 @@ async def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, Any
 
 
 async def _attempt(
-    family: socket.AddressFamily, address: Any, configuration: QuicConfiguration, timeout: float
-) -> Link:
+    family: socket.AddressFamily,
+    address: Any,
+    configuration: QuicConfiguration,
+    kind: type[AnyLink],
+    timeout: float,
+) -> AnyLink:
     """One address. Raises `UnavailableError` with the reason alone."""
     try:
         sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -269,7 +308,7 @@ async def _attempt(
         sock.connect(address)
         quic = QuicConnection(configuration=configuration)
         _, link = await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: Link(quic, address), sock=sock
+            lambda: kind(quic, address), sock=sock
         )
     except OSError as error:
         sock.close()
@@ -290,11 +329,12 @@ async def open_link(
     server: Address,
     ca_pem: bytes,
     alpn: str,
+    kind: type[AnyLink],
     *,
     timeout: float,
     idle_timeout: float,
     server_name: str | None,
-) -> Link:
+) -> AnyLink:
     """Connect to the first of a host's addresses that takes the connection.
 
     Raises:
@@ -315,7 +355,7 @@ async def open_link(
     for place, (family, address) in enumerate(addresses):
         share = (deadline - loop.time()) / (len(addresses) - place)
         try:
-            return await _attempt(family, address, configuration, max(0.0, share))
+            return await _attempt(family, address, configuration, kind, max(0.0, share))
         except UnavailableError as error:
             reasons.append(f"{format_address(address[:2])}: {error}")
     raise UnavailableError(f"no connection to {format_address(server)} ({'; '.join(reasons)})")

@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from dataplane import cli_client
+from dataplane.cli_prompts import ByteCodec, model_codec
 from dataplane.config import SOCKET_NAME, Address, parse_address
 from dataplane.errors import UnavailableError
 
@@ -95,6 +96,12 @@ class ChildDaemon:
             if process.stdout is not None:
                 process.stdout.close()
 
+    @property
+    def pid(self) -> int:
+        """Its process, once started."""
+        assert self._process is not None
+        return self._process.pid
+
     def wait_ready(self, within_s: float = READY_WITHIN_S) -> Ready:
         """Wait for the `ready` line.
 
@@ -167,8 +174,10 @@ def run(runtime: str, prompt: str, max_output: int, state_dir: Path) -> int:
     Raises:
         DataplaneError: The daemon does not start, or the model is missing.
     """
-    codec = cli_client.ByteCodec() if runtime == "echo" else cli_client.ModelCodec(state_dir)
-    question = cli_client.Question(codec.encode(prompt), codec.stream(), max_output)
+    codec = ByteCodec() if runtime == "echo" else model_codec(state_dir)
+    question = cli_client.Question(
+        ids=codec.encode(prompt), text=codec.stream(), max_output=max_output
+    )
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end_on_signal)
     with tempfile.TemporaryDirectory(prefix="dataplane-") as directory:
@@ -181,8 +190,9 @@ def ask_child(command: Sequence[str], question: cli_client.Question) -> int:
     with ChildDaemon(command) as daemon:
         ready = daemon.wait_ready()
         print(f"dataplane: asking {ready.quic}", file=sys.stderr, flush=True)
-        asking = cli_client.ask(ready.quic, ready.ca, question, cli_client.show_on_stdout)
-        outcome = asyncio.run(asking)
+        child = cli_client.Daemon(ready.quic, ready.ca)
+        show = cli_client.show_on_stdout
+        outcome = asyncio.run(cli_client.ask(child, question, show))
         cli_client.end_line(outcome)
         cli_client.complain(outcome)
         if outcome.answered:

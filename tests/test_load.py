@@ -1,0 +1,349 @@
+"""The load generator: its schedule, its sums, and what it makes of a server, a bad one too."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import StartDaemon
+from fake_daemon import (
+    INGRESS_US,
+    FakeDaemon,
+    Stream,
+    fake_daemon_thread,
+    refusal,
+    verdict,
+    whole_answer,
+)
+
+from dataplane import load as load_module
+from dataplane.client import read_ca
+from dataplane.errors import UnavailableError
+from dataplane.identity import load_identity
+from dataplane.load import Load, Server
+from dataplane.load_tally import LOST, RESET, Schedule, Tally, quantiles
+from dataplane.load_wire import dialogues
+from dataplane.prompt1 import ProtocolError
+
+IDS = struct.pack("<3I", 5, 6, 7)
+SECOND = 1_000_000_000
+
+
+# ---------------------------------------------------------------- the schedule
+
+
+def test_a_closed_loop_begins_at_once_and_as_many_as_there_are() -> None:
+    schedule = Schedule(2, None, 100)
+    assert [schedule.take(now) for now in (100, 250, 300)] == [100, 250, None]
+    assert schedule.next_ns() is None
+
+
+def test_an_open_loop_keeps_its_moments_whatever_the_server_does() -> None:
+    rate, start = 300.0, 7 * SECOND
+    schedule = Schedule(400, rate, start)
+    due = [start + round(i * SECOND / rate) for i in range(400)]
+    begun: list[tuple[int, int]] = []
+
+    def advance(now: int) -> None:
+        while (began := schedule.take(now)) is not None:
+            begun.append((began, now))
+
+    for i in range(100):  # Woken for each, a little late.
+        assert schedule.next_ns() == due[i]
+        advance(due[i] - 1)
+        assert len(begun) == i
+        advance(due[i] + 1000)
+    advance(start + SECOND)  # Then nothing for two thirds of a second.
+    assert [began for began, _ in begun] == due[:301]
+    late = [now - began for began, now in begun[100:]]
+    assert late == [start + SECOND - moment for moment in due[100:301]]
+    advance(start + 2 * SECOND)
+    assert [began for began, _ in begun] == due
+    assert schedule.next_ns() is None
+
+
+def test_the_moments_of_an_open_loop_do_not_drift() -> None:
+    schedule = Schedule(3_000_001, 3.0, 0)
+    schedule.taken = 3_000_000
+    assert schedule.next_ns() == 1_000_000 * SECOND
+
+
+def test_what_is_abandoned_never_begins() -> None:
+    schedule = Schedule(5, None, 0)
+    schedule.take(0)
+    assert schedule.abandon() == 4
+    assert (schedule.take(1), schedule.abandon()) == (None, 0)
+
+
+# ---------------------------------------------------------------- the sums
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 10, 99, 100, 999, 1000, 1001, 3000, 12_345])
+def test_quantiles_are_those_of_numpy(count: int) -> None:
+    times = np.random.default_rng(count).lognormal(5, 2, count)
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999, "max": 1.0}
+    wanted = {
+        name: round(float(np.quantile(times, share, method="inverted_cdf")))
+        for name, share in shares.items()
+    }
+    assert quantiles(times) == wanted
+
+
+def test_quantiles_are_measured_times() -> None:
+    assert quantiles(np.arange(1.0, 1001.0)) == {
+        "p50": 500,
+        "p90": 900,
+        "p99": 990,
+        "p999": 999,
+        "max": 1000,
+    }
+    assert quantiles(np.empty(0)) == dict.fromkeys(("p50", "p90", "p99", "p999", "max"))
+
+
+def test_each_request_is_counted_once() -> None:
+    tally = Tally(6)
+    for took_us, status, ingress in ((30, 429, -1), (10, 200, 0), (20, 200, 4)):
+        tally.verdict(took_us * 1000, ingress)
+        tally.answered(status, took_us * 2000)
+    tally.failed(RESET)
+    tally.failed(LOST, 2)
+    tally.failed(LOST, 0)
+    outcome = tally.outcome(seconds=2.0, cpu_s=1.0)
+    assert tally.ended == outcome.requests == 6
+    assert outcome.by_status == {"200": 2, "429": 1, "lost": 2, "reset": 1}
+    assert list(outcome.verdicts_us) == [30, 10, 20]
+    assert list(outcome.totals_us) == [60, 20, 40]
+    assert list(outcome.ingress_us) == [0, 4]
+    assert (outcome.broken, outcome.rate) == (3, 1.5)
+
+
+# ---------------------------------------------------------------- connections
+
+
+async def behave(stream: Stream) -> None:
+    """Every fifth is refused, the one behind it broken off."""
+    place = stream.number // 4 % 5
+    if place == 3:
+        stream.send(refusal(429, "every slot is taken"), fin=True)
+    elif place == 4:
+        stream.send(verdict())
+        stream.reset(1)
+    else:
+        stream.send(whole_answer([1, 2, 3]), fin=True)
+
+
+async def say_nothing(stream: Stream) -> None:
+    pass
+
+
+Faking = Callable[..., FakeDaemon]
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Faking]:
+    with contextlib.ExitStack() as stack:
+        yield lambda behaviour: stack.enter_context(fake_daemon_thread(tmp_path, behaviour))
+
+
+def load_of(port: int, ca: Path, connections: int = 1, stall_s: float = 10.0) -> Load:
+    alpn, dialogue = dialogues("raw", "127.0.0.1", IDS, 0)
+    return Load(Server(("127.0.0.1", port), read_ca(ca)), alpn, dialogue, connections, stall_s)
+
+
+@pytest.mark.parametrize(("connections", "streams"), [(1, 1), (1, 7), (20, 2)])
+def test_every_request_is_accounted_for(fake: Faking, connections: int, streams: int) -> None:
+    daemon = fake(behave)
+    seen: list[int] = []
+    with load_of(daemon.port, daemon.ca, connections) as load:
+        load.connect()
+        outcome = load.run(100 * connections, streams, progress=seen.append)
+        again = load.run(5 * connections, streams)
+    if connections == 1:
+        assert outcome.by_status == {"200": 60, "429": 20, "reset": 20}
+        assert again.by_status == {"200": 3, "429": 1, "reset": 1}
+    assert sum(outcome.by_status.values()) == seen[-1] == 100 * connections
+    assert sum(again.by_status.values()) == 5 * connections
+    assert len(daemon.streams) == 105 * connections
+    assert len(daemon.connections) == connections
+    whole = outcome.by_status["200"] + outcome.by_status["429"]
+    assert len(outcome.totals_us) == whole
+    assert len(outcome.verdicts_us) >= whole  # A reset may overtake its verdict.
+    assert set(outcome.ingress_us) == {INGRESS_US}
+    assert min(outcome.verdicts_us) > 0
+    assert outcome.broken == outcome.by_status["reset"]
+    assert outcome.rate == pytest.approx(whole / outcome.seconds)
+
+
+def test_no_more_are_in_flight_than_asked_for(fake: Faking) -> None:
+    now = most = 0
+
+    async def answer_later(stream: Stream) -> None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+        stream.send(whole_answer([]), fin=True)
+
+    daemon = fake(answer_later)
+    with load_of(daemon.port, daemon.ca) as load:
+        load.connect()
+        assert load.run(30, 3).by_status == {"200": 30}
+    assert most == 3
+
+
+def test_an_open_loop_counts_from_when_a_request_was_due(fake: Faking) -> None:
+    """Two requests that are due together on one stream: the second's wait is in its time."""
+    held: list[Stream] = []
+
+    async def hold_the_first(stream: Stream) -> None:
+        held.append(stream)
+        if len(held) == 1:
+            await asyncio.sleep(0.2)
+        stream.send(whole_answer([]), fin=True)
+
+    daemon = fake(hold_the_first)
+    with load_of(daemon.port, daemon.ca) as load:
+        load.connect()
+        outcome = load.run(3, 1, rate=100.0)
+    assert outcome.by_status == {"200": 3}
+    first, second, third = outcome.verdicts_us
+    assert first >= 200_000
+    assert second >= 190_000  # It was due 10 ms after the first.
+    assert third >= 180_000
+
+
+def test_a_lost_connection_takes_what_was_on_it_and_the_others_go_on(fake: Faking) -> None:
+    async def close_the_second(stream: Stream) -> None:
+        connection = daemon.connections.index(stream._protocol)
+        if connection == 1:
+            stream.close_connection(7, "enough")
+        else:
+            stream.send(whole_answer([]), fin=True)
+
+    daemon = fake(close_the_second)
+    with load_of(daemon.port, daemon.ca, connections=3) as load:
+        load.connect()
+        outcome = load.run(60, 4)
+        assert outcome.by_status == {"200": 56, "lost": 4}
+        assert load.run(10, 4).by_status == {"200": 10}
+
+
+def test_without_a_connection_left_the_rest_is_lost(fake: Faking) -> None:
+    async def vanish(stream: Stream) -> None:
+        if stream.number < 20:
+            stream.send(whole_answer([]), fin=True)
+        elif not daemon.vanished:
+            daemon.vanish()
+
+    daemon = fake(vanish)
+    with load_of(daemon.port, daemon.ca) as load:
+        load.connect()
+        outcome = load.run(1000, 1)
+        assert outcome.by_status == {"200": 5, "lost": 995}
+        assert load.run(3, 1).by_status == {"lost": 3}
+
+
+def test_rubbish_ends_the_run(fake: Faking) -> None:
+    async def rubbish(stream: Stream) -> None:
+        stream.send(b"x" * 60, fin=True)
+
+    daemon = fake(rubbish)
+    with load_of(daemon.port, daemon.ca) as load:
+        load.connect()
+        with pytest.raises(ProtocolError, match="magic"):
+            load.run(1, 1)
+
+
+# ---------------------------------------------------------------- nobody there
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A UDP port that takes everything and says nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()[1]
+
+
+@pytest.fixture
+def ca(fake: Faking) -> Path:
+    return fake(say_nothing).ca
+
+
+def test_a_silent_port_is_said(silent: int, ca: Path) -> None:
+    with (
+        load_of(silent, ca, stall_s=0.2) as load,
+        pytest.raises(UnavailableError, match=r"no answer within 0\.2 s") as caught,
+    ):
+        load.connect()
+    assert caught.value.exit_code == 69
+
+
+def test_a_server_that_answers_nothing_is_said(fake: Faking) -> None:
+    daemon = fake(say_nothing)
+    with load_of(daemon.port, daemon.ca, stall_s=0.5) as load:
+        load.connect()
+        words = r"answered nothing for 0\.5 s, with 4 requests in flight"
+        with pytest.raises(UnavailableError, match=words):
+            load.run(100, 4)
+
+
+def test_the_time_between_two_requests_is_no_stall(fake: Faking) -> None:
+    async def answer_later(stream: Stream) -> None:
+        await asyncio.sleep(0.2)
+        stream.send(whole_answer([]), fin=True)
+
+    daemon = fake(answer_later)
+    with load_of(daemon.port, daemon.ca, stall_s=0.5) as load:
+        load.connect()
+        assert load.run(2, 1, rate=1.0).by_status == {"200": 2}
+
+
+def test_a_port_where_nobody_listens_is_said(silent: int, ca: Path) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    with (
+        load_of(port, ca) as load,
+        pytest.raises(UnavailableError, match=f"127.0.0.1:{port}: nobody listens there"),
+    ):
+        load.connect()
+
+
+def test_the_next_address_of_a_host_is_tried(
+    fake: Faking, silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = fake(behave)
+    addresses: list[tuple[Any, ...]] = [
+        (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", port))
+        for port in (silent, daemon.port)
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: addresses)
+    with load_of(1, daemon.ca, connections=2, stall_s=1.0) as load:
+        load.connect()
+        assert load.run(3, 1).by_status["200"] >= 2
+    assert len(daemon.connections) == 2
+
+
+def test_another_ca_is_refused(fake: Faking, tmp_path: Path) -> None:
+    other = load_identity(tmp_path / "other", "localhost").ca
+    assert other is not None
+    with (
+        load_of(fake(behave).port, other) as load,
+        pytest.raises(UnavailableError, match=r"TLS: "),
+    ):
+        load.connect()
+
+
+def test_an_idle_connection_is_kept(daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "_KEEP_ALIVE_NS", SECOND // 10)
+    served = daemon("--runtime=null", "--idle-timeout=0.4")
+    with load_of(served.port, served.ca) as load:
+        load.connect()
+        assert load.run(2, 1, rate=1.0).by_status == {"200": 2}
