@@ -10,7 +10,6 @@ socket or lies in the region.
 import array
 import asyncio
 import contextlib
-import errno
 import hashlib
 import logging
 import os
@@ -35,6 +34,7 @@ READY_WITHIN_S = 120.0
 SILENT_RED_S = 2.0
 SILENT_DROP_S = 10.0
 HANDSHAKE_S = 5.0
+LINGER_S = 1.0
 TOKENIZER_MAX = 256 << 20
 _FDS_MAX = 4
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: struct ucred
@@ -65,6 +65,7 @@ class Attachment:
         self._started = time.monotonic()
         self._beat = self._step = 0
         self._beat_at = self._step_at = self._started
+        self._working = False
 
     def fds(self) -> list[int]:
         """Return what the runtime is passed, in the contract's order."""
@@ -88,7 +89,9 @@ class Attachment:
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
             self.ready = True
-        if step != self._step or not self._is_working():
+        was_working, self._working = self._working, self._is_working()
+        # Time counts from when the work was first seen: an idle engine makes no steps.
+        if step != self._step or not (was_working and self._working):
             self._step, self._step_at = step, now
         if not self.ready:
             if now - self._started > READY_WITHIN_S:
@@ -177,7 +180,7 @@ class AttachServer:
             async with asyncio.timeout(HANDSHAKE_S):
                 pid = check_peer(connection)
                 line = await _read_line(connection, fds)
-                if not line and not fds:
+                if line is None:
                     connection.close()  # Somebody looked whether anyone listens here.
                     return
                 attachment = self._admit(line, fds, pid)
@@ -192,14 +195,14 @@ class AttachServer:
             socket.send_fds(connection, [reply + b"\n"], attachment.fds())
             attachment.region.close_fd()
         except TimeoutError:
-            _refuse(connection, f"no whole line within {HANDSHAKE_S:.0f} s")
+            await _refuse(connection, f"no whole line within {HANDSHAKE_S:.0f} s")
             return
         except AttachError as error:
-            _refuse(connection, str(error))
+            await _refuse(connection, str(error))
             return
         except OSError as error:
             self._withdraw()
-            _refuse(connection, f"the handshake failed: {error}")
+            await _refuse(connection, f"the handshake failed: {error}")
             return
         finally:
             for fd in fds:
@@ -298,19 +301,19 @@ def listen_unix(path: str) -> socket.socket:
         try:
             sock.bind(path)
         except OSError as error:
+            if not _is_socket(path):
+                raise _unusable(path, error) from error
             if not _is_stale(path):
-                if error.errno == errno.EADDRINUSE:
-                    raise AttachError(
-                        f"--socket: another daemon listens at {path}: end it, or give this one"
-                        " another --socket"
-                    ) from error
-                raise AttachError(f"--socket: {path} cannot be used: {error.strerror}") from error
+                raise AttachError(
+                    f"--socket: another daemon listens at {path}: end it, or give this one"
+                    " another --socket"
+                ) from error
             os.unlink(path)
             sock.bind(path)
         sock.listen(8)
     except OSError as error:
         sock.close()
-        raise AttachError(f"--socket: {path} cannot be used: {error.strerror}") from error
+        raise _unusable(path, error) from error
     except AttachError:
         sock.close()
         raise
@@ -319,14 +322,21 @@ def listen_unix(path: str) -> socket.socket:
     return sock
 
 
-def _is_stale(path: str) -> bool:
-    """Whether a socket file is there that nobody answers on (a daemon that was killed left it)."""
+def _unusable(path: str, error: OSError) -> AttachError:
+    return AttachError(f"--socket: {path} cannot be used: {error.strerror or error}")
+
+
+def _is_socket(path: str) -> bool:
     try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return False
-    except OSError:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except (OSError, ValueError):
         return False
+
+
+def _is_stale(path: str) -> bool:
+    """Whether nobody answers on a socket file (a daemon that was killed left it)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # A live one with a full backlog would keep us waiting.
         try:
             probe.connect(path)
         except ConnectionRefusedError:
@@ -351,8 +361,8 @@ def check_peer(connection: socket.socket) -> int:
     return int(pid)
 
 
-async def _read_line(connection: socket.socket, fds: list[int]) -> bytes:
-    """Read up to a newline, adding descriptors that come along to `fds`; empty at end of file."""
+async def _read_line(connection: socket.socket, fds: list[int]) -> bytes | None:
+    """Read up to a newline, adding descriptors that come along to `fds`; None when nothing came."""
     data = bytearray()
     while b"\n" not in data:
         if len(data) >= LINE_MAX:
@@ -361,7 +371,7 @@ async def _read_line(connection: socket.socket, fds: list[int]) -> bytes:
         if not part:
             if data:
                 raise AttachError("the connection ended inside the line")
-            return b""
+            return None
         data += part
     line, _, rest = bytes(data).partition(b"\n")
     if rest:
@@ -418,8 +428,20 @@ def read_tokenizer(manifest: Manifest, fds: list[int]) -> bytes | None:
     return text
 
 
-def _refuse(connection: socket.socket, why: str) -> None:
+async def _refuse(connection: socket.socket, why: str) -> None:
+    """Say why, and stay until the peer has read it.
+
+    A socket that is closed while bytes wait in it takes back what it said.
+    """
     _log.warning("a runtime was refused: %s", why)
-    with contextlib.suppress(OSError):
+    loop = asyncio.get_running_loop()
+    try:
         connection.send(msgspec.json.encode({"error": why}) + b"\n")
-    connection.close()
+        connection.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(LINGER_S):
+            while await loop.sock_recv(connection, LINE_MAX):
+                pass
+    except (OSError, TimeoutError):
+        pass
+    finally:
+        connection.close()

@@ -18,7 +18,7 @@ from aioquic.quic.events import (
     StreamDataReceived,
     StreamReset,
 )
-from aioquic.quic.packet import QuicErrorCode
+from aioquic.quic.packet import QuicErrorCode, QuicFrameType
 
 from dataplane import quic as private
 
@@ -36,7 +36,7 @@ class StreamFront(Protocol):
         self, connection: Any, stream_id: int, data: bytes, fin: bool, at_ns: int
     ) -> None: ...
     def stream_reset(self, connection: Any, stream_id: int) -> None: ...
-    def stop_sending(self, connection: Any, stream_id: int) -> None: ...
+    def stop_sending(self, connection: Any, stream_id: int) -> bool: ...
     def left(self, connection: Any) -> None: ...
     def unread(self, connection: Any, stream_id: int) -> None: ...
     def drain(self, connection: Any) -> None: ...
@@ -60,6 +60,7 @@ class Connection:
         writing: Slots held in WRITING, counted by ingress.
         cids: Under which the listener routes to it.
         established: Whether the handshake is complete.
+        stopped: Streams that the peer stopped before their request came; what comes is not read.
         gone: Whether it is over for the front: what it held was given back.
         dirty: Whether it waits to transmit in this pass.
         timer_at: The earliest entry of it in the listener's timer heap.
@@ -68,7 +69,7 @@ class Connection:
     # fmt: off
     __slots__ = (
         "_buffered", "_events", "_owner", "_unread", "cids", "dirty", "ended", "established",
-        "extra", "front", "gone", "quic", "socket", "streams", "timer_at", "writing",
+        "extra", "front", "gone", "quic", "socket", "stopped", "streams", "timer_at", "writing",
     )
     # fmt: on
 
@@ -78,6 +79,7 @@ class Connection:
         self.front: StreamFront | None = None
         self.streams: dict[int, Any] = {}
         self.cids: set[bytes] = set()
+        self.stopped: set[int] = set()
         self.writing = 0
         self.established = self.gone = self.ended = self.dirty = False
         self.timer_at: float | None = None
@@ -115,7 +117,10 @@ class Connection:
             event = events.popleft()
             kind = event.__class__
             if kind is StreamDataReceived:
-                if self.front is not None and not self.gone:
+                if self.stopped and event.stream_id in self.stopped:
+                    if event.end_stream:
+                        self.stopped.discard(event.stream_id)
+                elif self.front is not None and not self.gone:
                     self.front.stream_data(
                         self, event.stream_id, event.data, event.end_stream, at_ns
                     )
@@ -130,12 +135,18 @@ class Connection:
         self.front.opened(self)
 
     def _stream_reset(self, event: StreamReset) -> None:
+        self.stopped.discard(event.stream_id)
         if self.front is not None and not self.gone:
             self.front.stream_reset(self, event.stream_id)
 
     def _stop_sending(self, event: StopSendingReceived) -> None:
-        if self.front is not None and not self.gone:
-            self.front.stop_sending(self, event.stream_id)
+        if self.front is None or self.gone:
+            return
+        stream_id = event.stream_id
+        known = self.front.stop_sending(self, stream_id)
+        # Packets overtake each other: a request may be stopped before any of it has come.
+        if not known and private.nothing_sent(self.quic, stream_id):
+            self.stopped.add(stream_id)
 
     def _cid_issued(self, event: ConnectionIdIssued) -> None:
         self._owner.cid_issued(self, event.connection_id)
@@ -243,7 +254,8 @@ class Connection:
         except Exception as error:
             _log.error("giving back the slots of a failed connection failed: %s", error)
         try:
-            self.quic.close(error_code=code, reason_phrase=reason)
+            # With a frame type, PADDING, it is the transport that closes (RFC 9000 section 19.19).
+            self.quic.close(error_code=code, frame_type=QuicFrameType.PADDING, reason_phrase=reason)
         except Exception as error:
             _log.error("closing a failed connection failed: %s", error)
         self.ended = True
@@ -252,7 +264,7 @@ class Connection:
     def transmit(self, now: float, queue: Callable[[bytes, bytes], None]) -> float | None:
         """Hand every datagram that is due to `queue`; return when the timer is due."""
         try:
-            if not self.established and self.quic.get_peer_address() is None:
+            if not self.established and private.is_untouched(self.quic):
                 self.ended = True  # Its first datagram could not be decrypted: nobody is there.
                 return None
             for data, path in self.quic.datagrams_to_send(now):

@@ -13,8 +13,9 @@ from aioquic.quic.configuration import QuicConfiguration
 
 from dataplane import prompt1
 from dataplane import quic as private
-from dataplane.admin import AdminServer, Pages
+from dataplane.admin import AdminServer
 from dataplane.attach import Attachment, AttachServer
+from dataplane.connection import StreamFront
 from dataplane.errors import DataplaneError, Refusal, ResetCode, Status
 from dataplane.fronts import generate
 from dataplane.fronts.generate import Generate, TextModel
@@ -23,12 +24,14 @@ from dataplane.identity import Identity, load_identity, make_state_dir
 from dataplane.ingress import DRAINING, Ingress
 from dataplane.listener import Listener, WakingSelector
 from dataplane.manifest import Manifest
+from dataplane.pages import Pages, Resident
 from dataplane.region import create_region
 from dataplane.sockets import bind
 from dataplane.stats import Stats
 from dataplane.supervise import Supervisor
 from dataplane.table import HostTable
 from dataplane.text import Tokenizer, TokenizerError
+from dataplane.warmup import warm_up
 
 if TYPE_CHECKING:
     from dataplane.config import ServeConfig
@@ -47,12 +50,14 @@ class Daemon:
         self.stats = Stats()
         self.ingress = Ingress(self.stats, config.body_timeout, config.max_writing)
         self.attachments = AttachServer(str(config.socket), self._attached, self._dropped)
-        null = config.runtime == "null"
-        pages = Pages(self.stats, None if null else self.attachments, self.status)
+        self._null = Resident()
+        runtimes = self._null if config.runtime == "null" else self.attachments
+        self._pages = pages = Pages(self.stats, runtimes, self.status)
         self.admin = AdminServer(pages)
         self.generate = Generate(self.ingress, pages)
+        self._transport = _transport(config, identity)
         self.listener = Listener(
-            _transport(config, identity),
+            self._transport,
             self.ingress,
             {generate.ALPN: self.generate, prompt1.ALPN: Prompt1(self.ingress)},
             config.max_connections,
@@ -65,6 +70,13 @@ class Daemon:
         self._failed: DataplaneError | None = None
         self._ending = asyncio.Event()
         self._now = asyncio.Event()
+
+    def _fronts(self, ingress: Ingress) -> dict[str, StreamFront]:
+        """Return fronts like the daemon's own, for another ingress."""
+        return {
+            generate.ALPN: Generate(ingress, self._pages),
+            prompt1.ALPN: Prompt1(ingress),
+        }
 
     def status(self) -> str:
         """Return what `/health` says: ok, draining or no runtime."""
@@ -87,6 +99,8 @@ class Daemon:
     def _dropped(self, attachment: Attachment, why: str) -> None:
         self.listener.unwatch_output()
         self.ingress.detach("the runtime is gone; another one is expected")
+        if self.supervisor:
+            self.supervisor.lost()
         self.listener.finish_pass()
 
     def _broken(self, rule: str) -> None:
@@ -112,13 +126,15 @@ class Daemon:
         sockets = bind("--listen", *self.config.listen, socket.SOCK_DGRAM)
         selector = loop._selector  # type: ignore[attr-defined]  # made in serve()
         try:
-            await self.attachments.start()
+            if self.config.runtime != "null":  # nobody can take its place
+                await self.attachments.start()
             admin = await self.admin.start(*self.config.admin)
             self.listener.start(sockets)
             selector.listener = self.listener
             self._start_runtime()
             await self._wait_until_serving()
             if not self._ending.is_set():
+                warm_up(self._transport, self._fronts)
                 self._announce(sockets[0], admin)
                 _settle_collector()
                 await self._ending.wait()
@@ -146,6 +162,7 @@ class Daemon:
             region = create_region(manifest, 1, listeners=1)
             region.close_fd()
             self.ingress.attach(HostTable(region), null=True)
+            self._null.serve(manifest, region)
             self._serving.set()
         else:
             _log.info("starting the runtime %s", config.runtime)

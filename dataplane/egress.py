@@ -50,10 +50,11 @@ class Egress:
         if table is None:
             self.unanswered.clear()
             return
-        for exchange, entry in table.poll():
-            # An earlier one of this poll may have ended the attachment, or this exchange.
+        for exchange, _ in table.poll():
+            # An earlier one of this poll may have ended the attachment, or this exchange, or have
+            # moved its entry into the gap that it left.
             if self.table is table and exchange.watch >= 0:
-                self._advance(table, exchange, entry)
+                self._advance(table, exchange, table.entry(exchange))
         if self.unanswered:
             for exchange in self.unanswered:
                 if exchange.watch >= 0 and not exchange.answered:

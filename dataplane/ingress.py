@@ -14,7 +14,7 @@ import time
 from dataplane.egress import Egress
 from dataplane.errors import Refusal, ResetCode, Status
 from dataplane.exchange import Deadlines, Exchange, Front, Peer, Waiting
-from dataplane.latency import Series
+from dataplane.latency import MOST_US, Series
 from dataplane.prompt1 import Request
 from dataplane.slots import BAD_TOKEN, OVERFLOW, SHORT, Finish
 from dataplane.stats import Stats
@@ -132,7 +132,7 @@ class Ingress:
         exchange.n_tokens = request.n_tokens
         exchange.max_output = max_output
         exchange.deadline_ms = request.deadline_ms
-        exchange.queue_us = queue_ns // 1000 if queue_ns > 0 else 0
+        exchange.queue_us = min(queue_ns // 1000, MOST_US) if queue_ns > 0 else 0
         exchange.queue_ns = queue_ns
         exchange.started = self.stats.now
         exchange.live = exchange.writing = True

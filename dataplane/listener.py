@@ -60,14 +60,14 @@ class Socket:
         self.datagrams = [lib.dp_udp_datagram(self.udp, i) for i in range(lib.DP_UDP_BATCH)]
         self.data = [ffi.buffer(d.data) for d in self.datagrams]
         self.paths = [ffi.buffer(ffi.addressof(d, "path")) for d in self.datagrams]
-        self.dropped = 0
 
     def queue(self, data: bytes, path: bytes) -> None:
         """Add a datagram to the batch that `flush` sends."""
         lib.dp_udp_queue(self.udp, data, len(data), path)
 
-    def flush(self) -> None:
-        self.dropped += lib.dp_udp_flush(self.udp)
+    def flush(self) -> int:
+        """Send the batch; how many datagrams the kernel did not take."""
+        return int(lib.dp_udp_flush(self.udp))
 
     def warm_up(self) -> None:
         """Receive a datagram of our own: the kernel's first stamp after enabling is the read's."""
@@ -207,7 +207,8 @@ class Listener:
             datagram = datagrams[i]
             length = datagram.length
             if CID_BYTES < length <= _DATAGRAM:
-                self.deliver(native, buffers[i][:length], paths[i][:], now, datagram.received_ns)
+                at_ns = datagram.received_ns or time.time_ns()
+                self.deliver(native, buffers[i][:length], paths[i][:], now, at_ns)
 
     def deliver(self, native: Sender, data: bytes, path: bytes, now: float, at_ns: int) -> None:
         """Hand one datagram, of more than `CID_BYTES` bytes, to its connection."""
@@ -247,7 +248,7 @@ class Listener:
                 self._set_timer(connection, due)
         self._dirty.clear()
         for native in self._sockets:
-            native.flush()
+            self._stats.datagrams_dropped += native.flush()
         self._set_alarm()
 
     # Sleep and wake.
@@ -290,7 +291,8 @@ class Listener:
             return None
         connection = self._by_cid.get(header.destination_cid)
         if connection is None and header.packet_type == QuicPacketType.INITIAL:
-            if len(data) < _SMALLEST_INITIAL:
+            # RFC 9000 sections 14.1 and 7.2: what is shorter cannot open a connection.
+            if len(data) < _SMALLEST_INITIAL or len(header.destination_cid) < CID_BYTES:
                 return None
             return self._accept(native, header, path, now)
         return connection
@@ -313,6 +315,7 @@ class Listener:
         )
         connection = Connection(quic, self, native)
         self.connections.add(connection)
+        self._stats.connections = len(self.connections)
         self.cid_issued(connection, header.destination_cid)
         self.cid_issued(connection, quic.host_cid)
         self._half_open.append((now + self._handshake_timeout, connection))
@@ -335,6 +338,7 @@ class Listener:
     def _forget(self, connection: Connection) -> None:
         """Drop every trace; costs what this connection's own identifiers cost."""
         self.connections.discard(connection)
+        self._stats.connections = len(self.connections)
         for cid in connection.cids:
             self._by_cid.pop(cid, None)
         connection.cids.clear()

@@ -10,7 +10,7 @@ from typing import Any
 
 from aioquic._buffer import Buffer
 from aioquic.quic.configuration import QuicConfiguration
-from aioquic.quic.connection import QuicConnection
+from aioquic.quic.connection import QuicConnection, QuicConnectionState
 from aioquic.quic.crypto import CryptoPair
 from aioquic.quic.packet import QuicErrorCode, QuicFrameType, QuicPacketType
 from aioquic.quic.packet_builder import QuicPacketBuilder
@@ -18,7 +18,7 @@ from aioquic.quic.stream import QuicStream
 
 from dataplane.errors import DataplaneError
 
-_CONNECTION_NAMES = ("_close_event", "_events", "_streams", "_close_at", "_logger")
+_CONNECTION_NAMES = ("_close_event", "_events", "_streams", "_close_at", "_logger", "_state")
 _SENDER_NAMES = ("_buffer_start", "_buffer_stop", "_reset_error_code")
 
 
@@ -82,6 +82,17 @@ def acknowledged(quic: QuicConnection) -> dict[int, int]:
         and not stream.sender.is_finished
         and stream.sender._reset_error_code is None
     }
+
+
+def is_untouched(quic: QuicConnection) -> bool:
+    """Whether nothing that came could be decrypted yet: nobody may be there."""
+    return quic._state is QuicConnectionState.FIRSTFLIGHT
+
+
+def nothing_sent(quic: QuicConnection, stream_id: int) -> bool:
+    """Whether a stream is there on which this side has not written anything."""
+    stream = quic._streams.get(stream_id)
+    return stream is not None and stream.sender._buffer_stop == 0
 
 
 def is_blocked(quic: QuicConnection, stream_id: int) -> bool | None:

@@ -41,14 +41,14 @@ class Supervisor:
         self._was_ready = True
         self._backoff = BACKOFF_FIRST_S
 
+    def lost(self) -> None:
+        """Its attachment was dropped: it should end by itself, and is ended if it hangs."""
+        if self._process is not None:
+            asyncio.get_running_loop().call_later(END_WITHIN_S, _kill, self._process)
+
     async def _run(self) -> None:
         while True:
-            # A session of its own: Ctrl-C reaches the daemon alone, which drains first.
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "dataplane", "runtime", *self._arguments,
-                stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True,
-            )  # fmt: skip
-            status = await self._process.wait()
+            status = await self._run_once()
             if not self._was_ready:
                 self._on_early_end(status)
                 return
@@ -57,6 +57,19 @@ class Supervisor:
             )
             await asyncio.sleep(self._backoff)
             self._backoff = min(BACKOFF_MAX_S, self._backoff * 2)
+
+    async def _run_once(self) -> int:
+        """Start the child and wait for its end; its exit status."""
+        try:
+            # A session of its own: Ctrl-C reaches the daemon alone, which drains first.
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "dataplane", "runtime", *self._arguments,
+                stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:  # no memory, no descriptor: another time there may be
+            _log.error("the runtime cannot be started: %s", error)
+            return 1
+        return await self._process.wait()
 
     async def stop(self) -> None:
         """End the child: asked first, killed after a while."""
@@ -74,3 +87,10 @@ class Supervisor:
             except TimeoutError:
                 process.kill()
                 await process.wait()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        _log.warning("the runtime, process %d, hangs: it is killed", process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()

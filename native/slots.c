@@ -296,7 +296,7 @@ static bool refresh(struct dp_region *region, struct dp_watch *watch) {
     if (generation_of(progress) == watch->generation)
         watch->count = progress & DP_COUNT_MASK;
     return watch->count != watch->seen || watch->state == DP_DONE || watch->state == DP_FREE ||
-           watch->state == DP_CANCELLING;
+           watch->state == DP_CANCELLING || watch->state == DP_WRITING;
 }
 
 uint32_t dp_poll(struct dp_region *region, struct dp_watch *watches, uint32_t n,

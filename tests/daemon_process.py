@@ -24,7 +24,7 @@ from typing import IO, Any, TypeVar
 T = TypeVar("T")
 
 WITHIN_S = 20.0
-POLL_S = 0.01
+POLL_S = 0.02
 _MARK = "TEST_DAEMON_MARK"
 _READY = re.compile(
     r"ready quic=127\.0\.0\.1:(\d+) admin=127\.0\.0\.1:(\d+) runtime=(\w+)"
@@ -42,7 +42,7 @@ def run(coroutine: Coroutine[Any, Any, T], within: float = WITHIN_S) -> T:
     return asyncio.run(bounded())
 
 
-def wait_until(what: str, condition: Callable[[], T], within: float = WITHIN_S) -> T:
+def wait_until(what: str, condition: Callable[[], T | None], within: float = WITHIN_S) -> T:
     """Poll until `condition` is true, and return what it said."""
     deadline = time.monotonic() + within
     while not (value := condition()):
@@ -51,7 +51,7 @@ def wait_until(what: str, condition: Callable[[], T], within: float = WITHIN_S) 
     return value
 
 
-async def until(what: str, condition: Callable[[], T], within: float = WITHIN_S) -> T:
+async def until(what: str, condition: Callable[[], T | None], within: float = WITHIN_S) -> T:
     """`wait_until` for a coroutine."""
     deadline = time.monotonic() + within
     while not (value := condition()):
@@ -225,7 +225,7 @@ def command(directory: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "dataplane", "serve", *defaults, *arguments]
 
 
-def _first_line(stream: IO[str], within: float) -> str:
+def first_line(stream: IO[str], within: float) -> str:
     """Read one line from a pipe; what there is of it at the end of the file or of the time."""
     data = b""
     deadline = time.monotonic() + within
@@ -260,7 +260,7 @@ def daemon_process(directory: Path, *arguments: str) -> Iterator[DaemonProcess]:
     try:
         assert process.stdout is not None
         with process.stdout:
-            ready = _first_line(process.stdout, WITHIN_S)
+            ready = first_line(process.stdout, WITHIN_S)
             if not ready.endswith("\n"):
                 raise AssertionError(f"no `ready` line came:\n{log.read_text()}")
             daemon = DaemonProcess(process, ready.rstrip("\n"), mark, log)

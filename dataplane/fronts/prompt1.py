@@ -122,20 +122,29 @@ class Prompt1:
             self._refuse(exchange, refusal, fin)
 
     def stream_reset(self, connection: Any, stream_id: int) -> None:
-        """The peer gave up sending: an unfinished request is over."""
+        """The peer gave up sending: an unfinished request is over.
+
+        The stream's own side ends too, also where nothing came before: one that stays open counts
+        against the streams that the peer may have.
+        """
         state = connection.streams.pop(stream_id, None)
-        if state.__class__ is Exchange and state.live:
-            self._ingress.leave(state)
-            connection.reset(stream_id, 0)
-        elif state.__class__ is _Header:
+        if state is CLOSED:
+            return
+        if state.__class__ is _Header:
             self._ingress.expect_no_header(state)
+        elif state is not None and state.live:
+            self._ingress.leave(state)
+        if not stream_id & _UNIDIRECTIONAL:
             connection.reset(stream_id, 0)
 
-    def stop_sending(self, connection: Any, stream_id: int) -> None:
-        """The peer wants no answer: its slot goes back, and what it still sends is not read."""
+    def stop_sending(self, connection: Any, stream_id: int) -> bool:
+        """The peer wants no answer: its slot goes back, and what it still sends is not read.
+
+        False when nothing of this stream is known.
+        """
         state = connection.streams.get(stream_id)
         if state is None or state is CLOSED:
-            return
+            return state is CLOSED
         ends_itself = state.__class__ is Exchange and not state.writing
         if state.__class__ is _Header:
             self._ingress.expect_no_header(state)
@@ -146,6 +155,7 @@ class Prompt1:
         else:
             connection.streams[stream_id] = CLOSED
             connection.stop(stream_id, 0)
+        return True
 
     def unread(self, connection: Any, stream_id: int) -> None:
         """Nobody reads this answer: it is broken off, and its slot goes back."""

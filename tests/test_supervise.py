@@ -1,0 +1,126 @@
+"""The bundled runtime's supervision, with scripts in the runtime's place."""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from daemon_process import run, until
+
+from dataplane import supervise
+from dataplane.supervise import Supervisor
+
+Script = Callable[[str], None]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Have the supervisor run this shell script, whatever arguments it gives."""
+
+    def write(text: str) -> None:
+        path = tmp_path / "runtime"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return write
+
+
+def was_ready_once() -> Supervisor:
+    supervisor = Supervisor(["echo"], lambda status: pytest.fail("it was ready once"))
+    supervisor.ready()
+    supervisor.start()
+    return supervisor
+
+
+def waits(caplog: pytest.LogCaptureFixture) -> list[float]:
+    """The waits before each new start, as they were logged."""
+    arguments = [record.args for record in caplog.records if "starts again" in record.msg]
+    return [float(str(each[1])) for each in arguments if isinstance(each, tuple)]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_wait_grows_up_to_its_bound(
+    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, exists: bool
+) -> None:
+    script("exit 7")
+    if not exists:
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(supervise, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(supervise, "BACKOFF_MAX_S", 0.04)
+
+    async def main() -> None:
+        supervisor = was_ready_once()
+        await until("it was started often", lambda: len(waits(caplog)) >= 5)
+        await supervisor.stop()
+
+    run(main())
+    assert waits(caplog)[:5] == [0.01, 0.02, 0.04, 0.04, 0.04]
+    assert ("cannot be started: [Errno 2]" in caplog.text) is not exists
+    assert ("status 7" in caplog.text) is exists
+
+
+def test_an_early_end_is_told_and_final(script: Script) -> None:
+    script("exit 3")
+    told: list[int] = []
+
+    async def main() -> None:
+        supervisor = Supervisor(["echo"], told.append)
+        supervisor.start()
+        await until("it is told", lambda: told)
+        await supervisor.stop()
+
+    run(main())
+    assert told == [3]
+
+
+POLITE = "trap 'echo > {asked}; exit 0' TERM\necho > {up}\nwhile :; do sleep 0.02; done"
+STUBBORN = "trap '' TERM\necho > {up}\nexec sleep 60"
+
+
+def test_stopping_asks_first(script: Script, tmp_path: Path) -> None:
+    script(POLITE.format(asked=tmp_path / "asked", up=tmp_path / "up"))
+
+    async def main() -> None:
+        supervisor = was_ready_once()
+        await until("it is up", (tmp_path / "up").exists)
+        await supervisor.stop()
+        assert (tmp_path / "asked").exists()
+
+    run(main())
+
+
+def test_what_will_not_end_is_killed(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(STUBBORN.format(up=tmp_path / "up"))
+    monkeypatch.setattr(supervise, "END_WITHIN_S", 0.3)
+
+    async def main() -> None:
+        supervisor = was_ready_once()
+        await until("it is up", (tmp_path / "up").exists)
+        process = supervisor._process
+        assert process is not None
+        await supervisor.stop()
+        assert process.returncode == -signal.SIGKILL
+
+    run(main())
+
+
+def test_what_hangs_after_its_attachment_is_killed_and_started_again(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(STUBBORN.format(up=tmp_path / "up"))
+    monkeypatch.setattr(supervise, "END_WITHIN_S", 0.2)
+    monkeypatch.setattr(supervise, "BACKOFF_FIRST_S", 0.01)
+
+    async def main() -> None:
+        supervisor = was_ready_once()
+        await until("it is up", (tmp_path / "up").exists)
+        (tmp_path / "up").unlink()
+        supervisor.lost()
+        await until("another one is up", (tmp_path / "up").exists)
+        await supervisor.stop()
+
+    run(main())
