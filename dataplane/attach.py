@@ -25,7 +25,7 @@ import msgspec
 from dataplane._native import lib
 from dataplane.errors import AttachError
 from dataplane.manifest import ABI, LINE_MAX, Manifest, decode_manifest
-from dataplane.region import Region, create_region
+from dataplane.region import Region, create_region, region_bytes
 
 _log = logging.getLogger("dataplane.attach")
 
@@ -35,6 +35,7 @@ SILENT_RED_S = 2.0
 SILENT_DROP_S = 10.0
 HANDSHAKE_S = 5.0
 LINGER_S = 1.0
+INLINE_BYTES = 32 << 20
 TOKENIZER_MAX = 256 << 20
 _FDS_MAX = 4
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: struct ucred
@@ -116,7 +117,7 @@ class AttachServer:
     Args:
         path: Where to listen; made with mode 0600.
         on_ready: Called when an attachment serves from now on.
-        on_drop: Called with an attachment that was ready and why it ended, before its region goes.
+        on_drop: Called with an attachment and why it ended, before its region goes.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class AttachServer:
         self._on_ready = on_ready
         self._on_drop = on_drop
         self._announced = False
+        self._admitting = False
         self._number = 0
         self._socket: socket.socket | None = None
         self._runtime: socket.socket | None = None
@@ -183,7 +185,8 @@ class AttachServer:
                 if line is None:
                     connection.close()  # Somebody looked whether anyone listens here.
                     return
-                attachment = self._admit(line, fds, pid)
+                manifest = self._check(line)
+            attachment = await self._admit(manifest, fds, pid)
             reply = msgspec.json.encode(
                 {
                     "abi": ABI,
@@ -215,8 +218,11 @@ class AttachServer:
             self.current.close()
             self.current = None
 
-    def _admit(self, line: bytes, fds: list[int], pid: int) -> Attachment:
+    def _check(self, line: bytes) -> Manifest:
+        """Read a manifest and hold it against what this daemon has."""
         manifest = decode_manifest(line)
+        if self._admitting:
+            raise AttachError(f"partition {manifest.partition!r} is getting a runtime already")
         if self.current is not None:
             raise AttachError(
                 f"partition {manifest.partition!r} has a runtime already"
@@ -226,9 +232,20 @@ class AttachServer:
             raise AttachError(f"there is no partition {manifest.partition!r}, only 'default'")
         if manifest.table != "host":
             raise AttachError('this daemon has no device table: attach with "table": "host"')
+        return manifest
+
+    async def _admit(self, manifest: Manifest, fds: list[int], pid: int) -> Attachment:
+        """Make the region; a large one in a thread, since its pages are all touched."""
         tokenizer = read_tokenizer(manifest, fds)
         self._number += 1
-        region = create_region(manifest, self._number, listeners=1)
+        self._admitting = True
+        try:
+            if region_bytes(manifest) > INLINE_BYTES:
+                region = await asyncio.to_thread(create_region, manifest, self._number, 1)
+            else:
+                region = create_region(manifest, self._number, 1)
+        finally:
+            self._admitting = False
         self.current = Attachment(self._number, manifest, region, tokenizer, pid)
         self._announced = False
         _log.info(
@@ -268,9 +285,8 @@ class AttachServer:
         if attachment is None:
             return
         _log.warning("attachment %d ended: %s", attachment.number, why)
-        if self._announced:
-            self._announced = False
-            self._on_drop(attachment, why)
+        self._announced = False
+        self._on_drop(attachment, why)
         if self._runtime is not None:
             with contextlib.suppress(OSError):
                 self._runtime.shutdown(socket.SHUT_RDWR)

@@ -101,7 +101,7 @@ class Connection:
             if not self.gone and private.is_closing(self.quic):
                 self._leave()
         except Exception as error:
-            self._break(error)
+            self.broken(error)
 
     def handle_timer(self, now: float) -> None:
         """Let the connection's timer fire."""
@@ -109,7 +109,7 @@ class Connection:
             self.quic.handle_timer(now)
             self._handle_events(0)
         except Exception as error:
-            self._break(error)
+            self.broken(error)
 
     def _handle_events(self, at_ns: int) -> None:
         events = self._events
@@ -164,7 +164,7 @@ class Connection:
             if self.front is not None:
                 self.front.left(self)
 
-    def _break(self, error: Exception) -> None:
+    def broken(self, error: Exception) -> None:
         """Something raised that should not have: this connection ends, its slots go back."""
         _log.error("a connection failed and was closed: %s", error, exc_info=error)
         self.abandon(QuicErrorCode.INTERNAL_ERROR, "internal error")
@@ -179,7 +179,7 @@ class Connection:
             # The peer's STOP_SENDING came in the same packet as what is answered here.
             return
         except Exception as error:
-            self._break(error)
+            self.broken(error)
         self._buffered += len(data)
         if not self.dirty:
             self._owner.touched(self)
@@ -193,7 +193,7 @@ class Connection:
         try:
             self.quic.reset_stream(stream_id, code)
         except Exception as error:
-            self._break(error)
+            self.broken(error)
         self._owner.touched(self)
 
     def stop(self, stream_id: int, code: int) -> None:
@@ -274,7 +274,7 @@ class Connection:
                 self._handle_events(0)
             return None if self.ended else self.quic.get_timer()
         except Exception as error:
-            self._break(error)
+            self.broken(error)
             return None
 
 

@@ -97,16 +97,23 @@ class Daemon:
         _log.info("runtime %s is ready", attachment.manifest.model)
 
     def _dropped(self, attachment: Attachment, why: str) -> None:
-        self.listener.unwatch_output()
-        self.ingress.detach("the runtime is gone; another one is expected")
+        if attachment.ready:
+            self.listener.unwatch_output()
+            self.ingress.detach("the runtime is gone; another one is expected")
+            self.listener.finish_pass()
         if self.supervisor:
             self.supervisor.lost()
-        self.listener.finish_pass()
 
     def _broken(self, rule: str) -> None:
         """Egress read something that the contract forbids: end the attachment after this pass."""
         _log.error("the runtime broke a rule: %s", rule)
-        asyncio.get_running_loop().call_soon(self.attachments.drop, f"it broke a rule: {rule}")
+        attachment = self.attachments.current
+
+        def drop() -> None:
+            if self.attachments.current is attachment:
+                self.attachments.drop(f"it broke a rule: {rule}")
+
+        asyncio.get_running_loop().call_soon(drop)
 
     def _runtime_failed(self, status: int) -> None:
         self._failed = DataplaneError(

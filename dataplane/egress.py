@@ -50,15 +50,14 @@ class Egress:
         if table is None:
             self.unanswered.clear()
             return
-        for exchange, _ in table.poll():
-            # An earlier one of this poll may have ended the attachment, or this exchange, or have
-            # moved its entry into the gap that it left.
+        for exchange in table.poll():
+            # An earlier one of this poll may have ended the attachment, or this exchange.
             if self.table is table and exchange.watch >= 0:
                 self._advance(table, exchange, table.entry(exchange))
         if self.unanswered:
             for exchange in self.unanswered:
                 if exchange.watch >= 0 and not exchange.answered:
-                    exchange.front.answer(exchange, b"", 0)
+                    _answer(exchange, b"", 0)
             self.unanswered.clear()
 
     def _advance(self, table: HostTable, exchange: Exchange, entry: Any) -> None:
@@ -73,7 +72,7 @@ class Egress:
         ids = table.output(exchange.slot, seen, count) if count > seen else b""
         exchange.sent = entry.seen = count
         if state != _DONE:
-            exchange.front.answer(exchange, ids, 0)
+            _answer(exchange, ids, 0)
             if exchange.connection.overfull():
                 self._break_off(table, exchange)
             return
@@ -109,20 +108,20 @@ class Egress:
         self.ended(exchange)
         if finish == _ERROR:
             self.stats.failed += 1
-            exchange.front.fail(exchange, ResetCode.RUNTIME_ERROR)
+            _fail(exchange, ResetCode.RUNTIME_ERROR)
         elif exchange.connection.overfull():
             self.stats.failed += 1
-            exchange.front.fail(exchange, ResetCode.SLOW_READER)
+            _fail(exchange, ResetCode.SLOW_READER)
         else:
             self.stats.completed += 1
-            exchange.front.answer(exchange, ids, finish)
+            _answer(exchange, ids, finish)
 
     def _break_off(self, table: HostTable, exchange: Exchange) -> None:
         table.let_go(exchange.slot, exchange.generation)
         table.unwatch(exchange)
         self.stats.failed += 1
         self.ended(exchange)
-        exchange.front.fail(exchange, ResetCode.SLOW_READER)
+        _fail(exchange, ResetCode.SLOW_READER)
 
     def expire(self, exchange: Exchange) -> None:
         """The deadline of a published request: what is out is sent, the rest is not waited for.
@@ -154,3 +153,18 @@ class Egress:
         stats = self.stats
         held = stats.now - exchange.started
         stats.hold_s += (held - stats.hold_s) * (_HOLD_WEIGHT if stats.hold_s else 1.0)
+
+
+def _answer(exchange: Exchange, ids: bytes, finish: int) -> None:
+    """Have the front answer; what raises there ends that connection, not this pass."""
+    try:
+        exchange.front.answer(exchange, ids, finish)
+    except Exception as error:
+        exchange.connection.broken(error)
+
+
+def _fail(exchange: Exchange, code: ResetCode) -> None:
+    try:
+        exchange.front.fail(exchange, code)
+    except Exception as error:
+        exchange.connection.broken(error)

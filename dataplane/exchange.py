@@ -17,6 +17,7 @@ class Peer(Protocol):
     writing: int  # slots that it holds in WRITING
 
     def overfull(self) -> bool: ...
+    def broken(self, error: Exception) -> None: ...
 
 
 class Front(Protocol):
@@ -55,10 +56,10 @@ class Exchange:
 
     # fmt: off
     __slots__ = (
-        "answered", "body_due", "complete_ns", "connection", "deadline_ms", "extra", "first_us",
-        "free_left", "front", "generation", "ingress_us", "live", "max_output", "n_tokens",
-        "pickup_us", "published_ns", "queue_ns", "queue_us", "request_id", "sent", "slot",
-        "started", "stream_id", "total_us", "watch", "writing",
+        "answered", "body_bytes", "body_due", "complete_ns", "connection", "deadline_ms", "extra",
+        "first_us", "free_left", "front", "generation", "ingress_us", "live", "max_output",
+        "n_tokens", "pickup_us", "published_ns", "queue_ns", "queue_us", "request_id", "sent",
+        "slot", "started", "stream_id", "total_us", "watch", "writing",
     )
     # fmt: on
 
@@ -70,6 +71,7 @@ class Exchange:
     max_output: int
     free_left: int
     deadline_ms: int
+    body_bytes: int  # of the declared body, where the front knows it before
     body_due: float  # monotonic seconds
     started: float  # monotonic seconds, of the claim
     complete_ns: int

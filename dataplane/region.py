@@ -80,22 +80,27 @@ def create_region(manifest: Manifest, attachment: int, listeners: int) -> Region
     Raises:
         AttachError: There is not enough memory, or the system allows no such file.
     """
-    geometry = manifest.geometry(listeners)
-    layout = ffi.new("struct dp_layout *")
-    lib.dp_layout_of(geometry, layout)
+    size = region_bytes(manifest)
     free = available_memory()
-    if free is not None and layout.bytes > free:
+    if free is not None and size > free:
         raise AttachError(
-            f"the region takes {layout.bytes >> 20} MiB and {free >> 20} MiB of memory are free: "
+            f"the region takes {size >> 20} MiB and {free >> 20} MiB of memory are free: "
             "ask for fewer slots or a smaller context"
         )
     fd = ffi.new("int *")
     generation = secrets.randbits(GENERATION_BITS)
-    native = lib.dp_region_create(geometry, attachment, generation, fd)
+    native = lib.dp_region_create(manifest.geometry(listeners), attachment, generation, fd)
     if native == ffi.NULL:
         reason = os.strerror(ffi.errno)
-        raise AttachError(f"a region of {layout.bytes >> 20} MiB cannot be made: {reason}")
+        raise AttachError(f"a region of {size >> 20} MiB cannot be made: {reason}")
     return Region(ffi.gc(native, lib.dp_region_close), fd[0])
+
+
+def region_bytes(manifest: Manifest) -> int:
+    """Return the size of the region that a manifest asks for."""
+    layout = ffi.new("struct dp_layout *")
+    lib.dp_layout_of(manifest.geometry(1), layout)
+    return int(layout.bytes)
 
 
 def available_memory() -> int | None:

@@ -171,16 +171,18 @@ class HostTable:
             self._watches[index] = self._watches[len(self._watched)]
             last.watch = index
 
-    def poll(self) -> list[tuple[Any, Any]]:
-        """Return (watched, its entry) for each slot with new output, an end, or a broken rule."""
+    def poll(self) -> list[Any]:
+        """Return what is watched that has new output, an end, or a broken rule.
+
+        Their entries are looked up with `entry` when each is dealt with: `unwatch` moves them.
+        """
         count = len(self._watched)
         if not count:
             return []
         changed: int = _poll(self._native, self._watches, count, self._changed)
         if not changed:
             return []
-        found = [self._watched[self._changed[i]] for i in range(changed)]
-        return [(watched, self._watches[watched.watch]) for watched in found]
+        return [self._watched[self._changed[i]] for i in range(changed)]
 
     def entry(self, watched: Watched) -> Any:
         """Return the watch entry of a followed slot, refreshed by the last poll."""

@@ -1,8 +1,8 @@
 """What a `/v1/generate` request asks for: its header fields and its JSON body (contract 4).
 
 Everything here is a function from what came to a `Request`, or to a `Refusal` that names the field.
-Numbers are read
-strictly: digits where an integer is meant, no signs, spaces or underscores, nothing out of range.
+Numbers are read strictly: digits where an integer is meant, no signs, spaces or underscores,
+nothing out of range.
 """
 
 import re
@@ -38,6 +38,7 @@ _WHOLE = {
 }
 _FLOATS = {b"x-temperature": ("temperature", TEMPERATURE_MAX), b"x-top-p": ("top_p", 1.0)}
 _PARAMETERS = frozenset((*_WHOLE, *_FLOATS, b"x-affinity-strict"))
+_ONLY_MAX_TOKENS = frozenset((b"x-max-tokens",))
 
 
 def _bad(reason: str) -> Refusal:
@@ -49,32 +50,40 @@ def json_limit(context: int) -> int:
     return min(_JSON_MAX, _JSON_BASE + _JSON_PER_ID * context)
 
 
-def read_header_parameters(fields: Fields) -> Request | Refusal:
-    """Return what the `x-` fields ask for; `n_tokens` is still 0."""
-    request = Request(0)
-    if _PARAMETERS.isdisjoint(fields):
-        return request
-    values: dict[str, Any] = {}
-    for name, attribute in _WHOLE.items():
-        text = fields.get(name)
-        if text is None:
-            continue
-        if not _DIGITS.fullmatch(text) or int(text) > _U32_MAX:
+def _read_parameter(name: bytes, text: bytes) -> tuple[str, Any] | Refusal:
+    """Return the field of `Request` that a header parameter sets, and its value."""
+    attribute = _WHOLE.get(name)
+    if attribute is not None:
+        if not _DIGITS.fullmatch(text) or (number := int(text)) > _U32_MAX:
             return _bad(f"{name.decode()} must be a whole number from 0 to {_U32_MAX}")
-        values[attribute] = int(text)
-    for name, (attribute, most) in _FLOATS.items():
-        text = fields.get(name)
-        if text is None:
-            continue
+        return attribute, number
+    if name in _FLOATS:
+        attribute, most = _FLOATS[name]
         if not _DECIMAL.fullmatch(text) or float(text) > most:
             return _bad(f"{name.decode()} must be a decimal number from 0 to {most:g}")
-        values[attribute] = float(text)
-    strict = fields.get(b"x-affinity-strict")
-    if strict is not None:
-        if strict not in (b"0", b"1"):
-            return _bad("x-affinity-strict must be 0 or 1")
-        values["strict"] = strict == b"1"
-    return request._replace(**values)
+        return attribute, float(text)
+    if text not in (b"0", b"1"):
+        return _bad("x-affinity-strict must be 0 or 1")
+    return "strict", text == b"1"
+
+
+def read_header_parameters(fields: Fields, n_tokens: int = 0, width: int = 4) -> Request | Refusal:
+    """Return the request that the `x-` fields ask for."""
+    found = _PARAMETERS.intersection(fields)
+    if not found:
+        return Request(n_tokens, width)
+    if found == _ONLY_MAX_TOKENS:
+        parameter = _read_parameter(b"x-max-tokens", fields[b"x-max-tokens"])
+        if isinstance(parameter, Refusal):
+            return parameter
+        return Request(n_tokens, width, parameter[1])
+    values: dict[str, Any] = {}
+    for name in found:
+        parameter = _read_parameter(name, fields[name])
+        if isinstance(parameter, Refusal):
+            return parameter
+        values[parameter[0]] = parameter[1]
+    return Request(n_tokens, width, **values)
 
 
 def read_binary(fields: Fields, parameter: bytes, length: int) -> Request | Refusal:
@@ -88,10 +97,7 @@ def read_binary(fields: Fields, parameter: bytes, length: int) -> Request | Refu
         return _bad("the prompt is empty")
     if length % width:
         return _bad(f"the body of {length} bytes is no whole number of ids of {width} bytes")
-    request = read_header_parameters(fields)
-    if isinstance(request, Refusal):
-        return request
-    return request._replace(n_tokens=min(length // width, _U32_MAX), width=width)
+    return read_header_parameters(fields, min(length // width, _U32_MAX), width)
 
 
 class Sampling(msgspec.Struct, rename=None):
@@ -129,6 +135,8 @@ class Sampling(msgspec.Struct, rename=None):
     structured_outputs: Any = None
 
 
+# Those that are whole numbers, and the field of `Request` that each sets.
+_SAMPLING_WHOLE = {"max_tokens": "max_output", "top_k": "top_k", "seed": "seed"}
 SUPPORTED = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 _UNSUPPORTED = tuple(name for name in Sampling.__struct_fields__ if name not in SUPPORTED)
 
@@ -190,16 +198,15 @@ def apply_sampling(request: Request, sampling: Sampling | None) -> Request | Ref
         if getattr(sampling, name) is not None:
             return _bad(f"sampling_params.{name} is not supported: leave it out")
     values: dict[str, Any] = {}
-    top_k = sampling.top_k
-    if top_k is not None:
-        values["top_k"] = 0 if top_k == -1 else top_k
-    for name, attribute in (("max_tokens", "max_output"), ("seed", "seed")):
+    for name, attribute in _SAMPLING_WHOLE.items():
         number = getattr(sampling, name)
-        if number is not None:
-            values[attribute] = number
-    for attribute, number in values.items():
+        if number is None:
+            continue
+        if name == "top_k" and number == -1:
+            number = 0
         if not 0 <= number <= _U32_MAX:
-            return _bad(f"sampling_params: {attribute} is {number}; it must be 0 to {_U32_MAX}")
+            return _bad(f"sampling_params.{name} is {number}; it must be from 0 to {_U32_MAX}")
+        values[attribute] = number
     for name, most in (("temperature", TEMPERATURE_MAX), ("top_p", 1.0)):
         real = getattr(sampling, name)
         if real is not None:

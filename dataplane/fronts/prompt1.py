@@ -159,7 +159,9 @@ class Prompt1:
 
     def unread(self, connection: Any, stream_id: int) -> None:
         """Nobody reads this answer: it is broken off, and its slot goes back."""
-        state = connection.streams.pop(stream_id, None)
+        state = connection.streams.get(stream_id)
+        if state is not CLOSED:  # then what the client still sends has to be told from a header
+            connection.streams.pop(stream_id, None)
         if state.__class__ is Exchange and state.live:
             self._ingress.leave(state)
         connection.reset(stream_id, int(ResetCode.SLOW_READER))

@@ -6,7 +6,7 @@ that what is there at publish goes out with the header in one write.
 
 import math
 from array import array
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -65,6 +65,10 @@ class Binary:
         if finish:
             return ids + encode_end(finish, exchange.n_tokens, exchange.sent)
         return ids
+
+
+PLAIN = Binary(b"")
+"""It keeps nothing of a request, so one serves all whose clients gave no identifier."""
 
 
 class Json:
@@ -164,14 +168,26 @@ def accepted_headers(reply: Reply, exchange: Exchange, slots: int) -> list[Pair]
     ]
 
 
+class Limits(NamedTuple):
+    """The slots that a request may have, and how many of them are free."""
+
+    slots: int
+    free_left: int
+
+
+def common_fields(request_id: bytes, queue_us: int, limits: Limits) -> list[Pair]:
+    """Return what every answer says."""
+    return [
+        (b"x-request-id", request_id),
+        (b"request-id", request_id),
+        (b"x-queue-time", b"%.3fms" % (queue_us / 1000)),
+        (b"x-ratelimit-limit", b"%d" % limits.slots),
+        (b"x-ratelimit-remaining", b"%d" % limits.free_left),
+    ]
+
+
 def problem(
-    refusal: Refusal,
-    request_id: bytes,
-    queue_us: int,
-    slots: int,
-    free_left: int,
-    slot: int | None = None,
-    allow: bytes = b"",
+    refusal: Refusal, request_id: bytes, queue_us: int, limits: Limits, slot: int | None = None
 ) -> tuple[list[Pair], bytes]:
     """Return the header fields and the body of a refusal (RFC 9457)."""
     status, reason, retry_after_ms = refusal
@@ -188,22 +204,21 @@ def problem(
         (b":status", b"%d" % status),
         (b"content-type", PROBLEM),
         (b"content-length", b"%d" % len(body)),
-        (b"x-request-id", request_id),
-        (b"request-id", request_id),
-        (b"x-queue-time", b"%.3fms" % (queue_us / 1000)),
-        (b"x-ratelimit-limit", b"%d" % slots),
-        (b"x-ratelimit-remaining", b"%d" % free_left),
+        *common_fields(request_id, queue_us, limits),
     ]
     if slot is not None:
         headers.append((b"x-slot", b"%d" % slot))
         headers.append((b"server-timing", b"queue;dur=%.3f" % (queue_us / 1000)))
-    if allow:
-        headers.append((b"allow", allow))
     if status in (Status.BUSY, Status.UNAVAILABLE):
-        wait = max(1, retry_after_ms)
-        headers += [
-            (b"retry-after", b"%d" % math.ceil(wait / 1000)),
-            (b"retry-after-ms", b"%d" % wait),
-            (b"x-should-retry", b"true"),
-        ]
+        headers += retry_fields(retry_after_ms)
     return headers, body
+
+
+def retry_fields(retry_after_ms: int) -> list[Pair]:
+    """Return what 429 and 503 add."""
+    wait = max(1, retry_after_ms)
+    return [
+        (b"retry-after", b"%d" % math.ceil(wait / 1000)),
+        (b"retry-after-ms", b"%d" % wait),
+        (b"x-should-retry", b"true"),
+    ]

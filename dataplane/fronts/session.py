@@ -14,7 +14,6 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from dataplane.admin import Page
 from dataplane.errors import Refusal, Status
 from dataplane.exchange import Exchange
 from dataplane.fronts import replies
@@ -114,16 +113,22 @@ class Session:
             if fields[b":method"] == b"POST":
                 return self._generate(stream_id, fields, length)
             return self._refuse_method(stream_id, fields, b"POST")
-        page = self._front.pages.get(path.decode("ascii", "replace"), probes=False)
-        if page.status != Status.NOT_FOUND and fields[b":method"] not in _GET_METHODS:
+        target = path.decode("ascii", "replace")
+        known = self._front.pages.has(target, probes=False)
+        if known and fields[b":method"] not in _GET_METHODS:
             return self._refuse_method(stream_id, fields, b"GET, HEAD")
-        return self._page(stream_id, fields, page)
+        return self._page(stream_id, fields, target)
 
     def on_data(self, stream_id: int, data: Data, start: int, end: int) -> bool:
         """A piece of a body: into the slot, or to what was gathered."""
         state = self._connection.streams.get(stream_id)
         if state.__class__ is Exchange:
-            refusal = self._front.ingress.write(state, bytes(data), start, end - start)
+            ingress = self._front.ingress
+            if self.fin and end - start == state.body_bytes and end == len(data):
+                # The whole body, and the request ends with it: both cost one call.
+                refusal = ingress.submit(state, bytes(data), start, end - start, self.at_ns)
+            else:
+                refusal = ingress.write(state, bytes(data), start, end - start)
             if refusal is None:
                 return True
             self.refuse_held(state, refusal, self.fin)
@@ -137,9 +142,10 @@ class Session:
         """The request is whole."""
         state = self._connection.streams.get(stream_id)
         if state.__class__ is Exchange:
-            refusal = self._front.ingress.submit(state, b"", 0, 0, self.at_ns)
-            if refusal is not None:
-                self.refuse_held(state, refusal, True)
+            if state.writing:
+                refusal = self._front.ingress.submit(state, b"", 0, 0, self.at_ns)
+                if refusal is not None:
+                    self.refuse_held(state, refusal, True)
         elif state.__class__ is Gathering:
             self._submit_json(state)
 
@@ -156,7 +162,7 @@ class Session:
         """A malformed request: its own stream ends."""
         state = self._connection.streams.get(stream_id)
         if status and state is None:
-            self.refuse(stream_id, Refusal(Status(status), reason), b"", ended=self.fin)
+            self._refuse_new(stream_id, Refusal(Status(status), reason), b"")
             return
         if state is not None:
             exchange = exchange_of(state)
@@ -177,23 +183,33 @@ class Session:
     # Ends from the transport.
 
     def peer_reset(self, stream_id: int) -> None:
-        """The peer gave up sending: an unfinished request is over, and so is its answer."""
+        """The peer gave up sending: an unfinished request is over, and so is its answer.
+
+        The stream's own side ends in any case, since one that stays open counts against the streams
+        that the peer may have. What was refused early has its whole answer on the way.
+        """
+        answered = self.http3.is_discarded(stream_id)
         self.http3.reset(stream_id, self)
         state = self._connection.streams.pop(stream_id, None)
         if state is not None:
             self._front.leave(state)
+        if not answered and not stream_id & 3:
             self._connection.reset(stream_id, _REQUEST_CANCELLED)
 
-    def peer_stopped(self, stream_id: int) -> None:
-        """The peer wants no answer: its slot goes back, and what it still sends is not read."""
+    def peer_stopped(self, stream_id: int) -> bool:
+        """The peer wants no answer: its slot goes back, and what it still sends is not read.
+
+        False when nothing of this stream is known.
+        """
         state = self._connection.streams.pop(stream_id, None)
         if state is not None:
             self._front.leave(state)
             if exchange_of(state).complete_ns:
-                return
-        if not stream_id & 3:
-            self.http3.discard(stream_id)
+                return True
+        if self.http3.discard(stream_id):
             self._connection.stop(stream_id, _NO_ERROR)
+            return True
+        return state is not None
 
     # Requests.
 
@@ -203,7 +219,9 @@ class Session:
         if length is None:
             refusal = Refusal(Status.LENGTH_REQUIRED, "content-length is needed")
             return self._refuse_new(stream_id, refusal, request_id)
-        kind, parameter = split_media_type(fields.get(b"content-type", b""))
+        kind, parameter = fields.get(b"content-type", b""), b""
+        if kind != BINARY:
+            kind, parameter = split_media_type(kind)
         if kind == BINARY:
             request = read_binary(fields, parameter, length)
         elif kind == JSON:
@@ -226,6 +244,7 @@ class Session:
             connection.streams[stream_id] = state
         else:
             form = preferred_form(accept, BINARY)
+            exchange.body_bytes = length
             exchange.extra = self._reply(form, request_id)
             connection.streams[stream_id] = exchange
         if not self.fin:
@@ -269,7 +288,7 @@ class Session:
 
     def _reply(self, form: bytes, request_id: bytes) -> replies.Reply:
         if form == BINARY:
-            return replies.Binary(request_id)
+            return replies.Binary(request_id) if request_id else replies.PLAIN
         tokenizer = self._front.model.tokenizer
         if form == JSON:
             return replies.Json(request_id, tokenizer)
@@ -288,82 +307,66 @@ class Session:
                 refusal = refusal._replace(reason=came)
         else:
             request_id = replies.request_id_of(exchange.extra, exchange)
-        left = 0 if refusal.status == Status.BUSY else exchange.free_left
-        self._refuse(
-            stream_id, refusal, request_id, exchange.queue_us, left, exchange.slot, ended=ended
+        limits = replies.Limits(self._front.ingress.slots, exchange.free_left)
+        headers, body = replies.problem(
+            refusal, request_id, exchange.queue_us, limits, exchange.slot
         )
+        self._send_whole(stream_id, refusal.status, headers, body, ended)
         if not ended:
             self.http3.discard(stream_id)
-
-    def refuse(
-        self,
-        stream_id: int,
-        refusal: Refusal,
-        request_id: bytes,
-        queue_us: int = 0,
-        *,
-        ended: bool,
-        allow: bytes = b"",
-    ) -> None:
-        """Refuse a request that held no slot."""
-        left = 0 if refusal.status == Status.BUSY else self._front.ingress.free_slots()
-        self._refuse(
-            stream_id, refusal, request_id or new_request_id(), queue_us, left, None, allow, ended
-        )
-
-    def _refuse(
-        self,
-        stream_id: int,
-        refusal: Refusal,
-        request_id: bytes,
-        queue_us: int,
-        free_left: int,
-        slot: int | None,
-        allow: bytes = b"",
-        ended: bool = True,
-    ) -> None:
-        self._front.answers[int(refusal.status)] += 1
-        limits = replies.Limits(self._front.ingress.slots, free_left)
-        headers, body = replies.problem(refusal, request_id, queue_us, limits, slot, allow)
-        self._send_whole(stream_id, headers, body, ended)
 
     def _refuse_new(
         self, stream_id: int, refusal: Refusal, request_id: bytes, queue_us: int = 0
     ) -> bool:
-        """Refuse a request before its body; it is not read any further."""
-        self.refuse(stream_id, refusal, request_id, queue_us, ended=self.fin)
+        """Refuse a request that holds no slot, before its body; it is not read any further."""
+        limits = self._limits(refusal.status)
+        headers, body = replies.problem(refusal, request_id or new_request_id(), queue_us, limits)
+        self._send_whole(stream_id, refusal.status, headers, body, self.fin)
         return False
 
     def _refuse_method(self, stream_id: int, fields: Fields, allow: bytes) -> bool:
-        refusal = Refusal(
-            Status.METHOD_NOT_ALLOWED,
-            f"the method is not allowed here, only {allow.decode()}",
-        )
-        self.refuse(stream_id, refusal, _given_id(fields), ended=self.fin, allow=allow)
+        reason = f"the method is not allowed here, only {allow.decode()}"
+        refusal = Refusal(Status.METHOD_NOT_ALLOWED, reason)
+        request_id = _given_id(fields) or new_request_id()
+        limits = self._limits(refusal.status)
+        headers, body = replies.problem(refusal, request_id, 0, limits)
+        headers.append((b"allow", allow))
+        self._send_page(stream_id, fields, refusal.status, headers, body)
         return False
 
-    def _page(self, stream_id: int, fields: Fields, page: Page) -> bool:
-        """Answer a GET or HEAD; a page that is an error is a problem document here."""
-        request_id, ingress = _given_id(fields), self._front.ingress
-        if page.status != Status.OK:
-            reason = page.body.decode().strip()
-            wait_ms = ingress.retry_after_ms()
-            refusal = Refusal(Status(page.status), reason, wait_ms)
-            return self._refuse_new(stream_id, refusal, request_id)
-        self._front.answers[int(page.status)] += 1
-        limits = replies.Limits(ingress.slots, ingress.free_slots())
+    def _page(self, stream_id: int, fields: Fields, target: str) -> bool:
+        """Answer a GET or HEAD, or what names no path."""
+        request_id = _given_id(fields) or new_request_id()
+        page = self._front.pages.get(target, probes=False, request_id=request_id.decode())
         headers = [
             (b":status", b"%d" % page.status),
             (b"content-type", page.content_type.encode()),
             (b"content-length", b"%d" % len(page.body)),
-            *replies.common_fields(request_id or new_request_id(), 0, limits),
+            *replies.common_fields(request_id, 0, self._limits(page.status)),
         ]
-        body = b"" if fields[b":method"] == b"HEAD" else page.body
-        self._send_whole(stream_id, headers, body, self.fin)
+        if page.status == Status.UNAVAILABLE:
+            headers += replies.retry_fields(self._front.ingress.retry_after_ms())
+        self._send_page(stream_id, fields, page.status, headers, page.body)
         return False
 
-    def _send_whole(self, stream_id: int, headers: list[Pair], body: bytes, ended: bool) -> None:
+    def _limits(self, status: int) -> replies.Limits:
+        """Return the slots there are, and those that are left for an answer that held none."""
+        ingress = self._front.ingress
+        return replies.Limits(ingress.slots, 0 if status == Status.BUSY else ingress.free_slots())
+
+    def _send_page(
+        self, stream_id: int, fields: Fields, status: int, headers: list[Pair], body: bytes
+    ) -> None:
+        """Answer a request that may be a HEAD, whose answer has no body."""
+        if fields[b":method"] == b"HEAD":
+            body = b""
+        self._send_whole(stream_id, status, headers, body, self.fin)
+
+    def _send_whole(
+        self, stream_id: int, status: int, headers: list[Pair], body: bytes, ended: bool
+    ) -> None:
         """Send a whole answer and FIN, then STOP_SENDING if the request's end has not come."""
+        self._front.answers[int(status)] += 1
         out = self.http3.encode_headers(stream_id, headers)
         if body:
             out += data_frame_header(len(body)) + body
