@@ -4,21 +4,22 @@ The rules that hold here: what was asked for goes to stdout, everything else to 
 `--json` stdout holds one object and nothing else, whatever happened.
 """
 
-import codecs
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from dataplane.client import Answer, Client, connect
-from dataplane.errors import BusyError, DataplaneError, Status, UnavailableError, UsageError
-from dataplane.identity import make_state_dir
+from dataplane import cli_prompts
+from dataplane.cli_prompts import IdText
+from dataplane.client import Client, connect
+from dataplane.client_answer import BaseAnswer
+from dataplane.client_h3 import Http3Client
+from dataplane.errors import BusyError, DataplaneError, Status, UnavailableError
 from dataplane.text import TextStream
 
 _EXIT_OF_STATUS: dict[int, int] = {
@@ -26,8 +27,6 @@ _EXIT_OF_STATUS: dict[int, int] = {
     Status.BUSY: BusyError.exit_code,
     Status.UNAVAILABLE: UnavailableError.exit_code,
 }
-_ID = re.compile(r"[0-9]{1,10}")
-_ID_MOST = 2**32 - 1
 
 # What is measured between which two moments (contract 5); the last three are seen from here.
 STAGES = {
@@ -39,112 +38,6 @@ STAGES = {
 }
 
 
-# ---------------------------------------------------------------- prompts
-
-
-class Codec(Protocol):
-    """Text to ids, and an answer's ids to text."""
-
-    def encode(self, prompt: str) -> list[int]:
-        """The ids of a prompt."""
-
-    def stream(self) -> TextStream:
-        """A decoder for one answer."""
-
-
-class ModelCodec:
-    """The small model's tokeniser, with its chat template unless `chat` is off."""
-
-    def __init__(self, state_dir: Path, chat: bool = True) -> None:
-        from dataplane import model, text
-
-        files = model.locate()
-        make_state_dir(state_dir)
-        document = model.tokenizer_json(files, state_dir).read_bytes()
-        self._tokenizer = text.Tokenizer(document)
-        self._template = model.CHAT_TEMPLATE if chat else None
-
-    def encode(self, prompt: str) -> list[int]:
-        if self._template is None:
-            return self._tokenizer.encode(prompt)
-        return self._tokenizer.encode_chat([{"role": "user", "content": prompt}], self._template)
-
-    def stream(self) -> TextStream:
-        return self._tokenizer.stream()
-
-
-class ByteCodec:
-    """For a runtime without a vocabulary, as echo: a text's bytes are its ids."""
-
-    def encode(self, prompt: str) -> list[int]:
-        return list(prompt.encode("utf-8", "surrogateescape"))
-
-    def stream(self) -> TextStream:
-        return _ByteText()
-
-
-class _ByteText:
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, ids: Iterable[int]) -> str:
-        return self._decoder.decode(bytes(number if number < 256 else 0x3F for number in ids))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class IdText:
-    """Shows ids as numbers with commas, as `--ids` takes them."""
-
-    def __init__(self) -> None:
-        self._separator = ""
-
-    def push(self, ids: Iterable[int]) -> str:
-        text = "".join(f",{number}" for number in ids)
-        if not self._separator:
-            text = text[1:]
-        self._separator = self._separator or text[:1]
-        return text
-
-    def flush(self) -> str:
-        return ""
-
-
-def parse_ids(source: str, text: str) -> list[int]:
-    """Read token ids that stand between commas or white space.
-
-    Raises:
-        UsageError: One of them is no id, or there is none; the text names it and its place.
-    """
-    words = re.split(r"\s*,\s*|\s+", text.strip())
-    ids = []
-    for place, word in enumerate(words, 1):
-        if not _ID.fullmatch(word) or int(word) > _ID_MOST:
-            shown = repr(word) if word else "nothing"
-            raise UsageError(
-                f"{source}: number {place} is {shown}; ids are whole numbers from 0 to {_ID_MOST}"
-                " with commas or white space between them"
-            )
-        ids.append(int(word))
-    return ids
-
-
-def read_ids(path: str) -> list[int]:
-    """Read a file of token ids.
-
-    Raises:
-        UsageError: It cannot be read, or holds anything else.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--ids-file {path}: it cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--ids-file {path}: it is no text") from error
-    return parse_ids(f"--ids-file {path}", text)
-
-
 # ---------------------------------------------------------------- asking
 
 
@@ -154,7 +47,7 @@ class Outcome:
 
     status: int | None = None
     slot: int | None = None
-    request_id: int | None = None
+    request_id: str | None = None
     token_ids: list[int] | None = None
     text: str | None = None
     finish_reason: str | None = None
@@ -170,12 +63,11 @@ class Outcome:
 
     def to_json(self) -> str:
         """One line, with null where there is nothing."""
-        request_id = None if self.request_id is None else f"{self.request_id:016x}"
         return json.dumps(
             {
                 "status": self.status,
                 "slot": self.slot,
-                "request_id": request_id,
+                "request_id": self.request_id,
                 "token_ids": self.token_ids,
                 "text": self.text,
                 "finish_reason": self.finish_reason,
@@ -193,42 +85,95 @@ def failure(error: DataplaneError) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to ask. Without a `text` stream the answer has no text."""
+    """What to ask: `ids`, or else the text `prompt`.
 
-    ids: Sequence[int]
+    Attributes:
+        text: Makes text of the answer to `ids`; without it the ids themselves are shown.
+        chat: Whether the prompt is a user's message, or goes as it is.
+    """
+
+    ids: Sequence[int] | None = None
     text: TextStream | None = None
+    prompt: str | None = None
+    chat: bool = True
     max_output: int = 0
     temperature: float = 0.0
     seed: int = 0
 
 
-async def ask(
-    server: str, ca: Path | None, question: Question, show: Callable[[str], None]
-) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """Whom to ask, and how: `raw` or `h3`."""
+
+    server: str
+    ca: Path | None = None
+    protocol: str = "raw"
+
+
+async def ask(daemon: Daemon, question: Question, show: Callable[[str], None]) -> Outcome:
     """Ask one question; never raises a `DataplaneError`.
 
     Args:
-        server: `HOST:PORT`.
-        ca: The file to verify it with; the state directory's if None.
+        daemon: Whom.
         question: What to ask.
         show: Gets the answer piece by piece: its text, or its ids where it has none.
     """
     try:
-        async with connect(server, ca) as client:
-            return await _ask_on(client, question, show)
+        if daemon.protocol == "h3":
+            async with connect(daemon.server, daemon.ca, protocol="h3") as client:
+                return await _ask_h3(client, question, show)
+        if question.ids is None:
+            question = await _encoded(daemon, question)
+        async with connect(daemon.server, daemon.ca) as raw:
+            return await _ask_raw(raw, question, show)
     except DataplaneError as error:
         return failure(error)
 
 
-async def _ask_on(client: Client, question: Question, show: Callable[[str], None]) -> Outcome:
+async def _encoded(daemon: Daemon, question: Question) -> Question:
+    """Turn the question's text into ids."""
+    codec = await cli_prompts.fetch_codec(daemon.server, daemon.ca, question.chat, say_line)
+    return replace(question, ids=codec.encode(question.prompt or ""), text=codec.stream())
+
+
+async def _ask_raw(client: Client, question: Question, show: Callable[[str], None]) -> Outcome:
     answer = await client.submit(
-        question.ids,
+        question.ids or (),
         max_output=question.max_output,
         temperature=question.temperature,
         seed=question.seed,
     )
+    return await _follow_ids(answer, question.text, show)
+
+
+async def _ask_h3(client: Http3Client, question: Question, show: Callable[[str], None]) -> Outcome:
+    parameters: dict[str, Any] = {
+        "max_output": question.max_output,
+        "temperature": question.temperature,
+        "seed": question.seed,
+    }
+    if question.ids is not None:
+        return await _follow_ids(
+            await client.submit(question.ids, **parameters), question.text, show
+        )
+    prompt = question.prompt or ""
+    messages = [{"role": "user", "content": prompt}]
+    answer = await client.ask(messages if question.chat else prompt, **parameters)
+    error = None
+    try:
+        async for piece in answer.texts():
+            show(piece)
+    except DataplaneError as broken:
+        error = broken
+    return _outcome(answer, answer.text, error)
+
+
+async def _follow_ids(
+    answer: BaseAnswer, text: TextStream | None, show: Callable[[str], None]
+) -> Outcome:
+    """Show an answer's ids, or the text that they stand for, as they come."""
     pieces: list[str] = []
-    shown = question.text or IdText()
+    shown = text or IdText()
     error: DataplaneError | None = None
 
     def take(piece: str) -> None:
@@ -242,16 +187,16 @@ async def _ask_on(client: Client, question: Question, show: Callable[[str], None
     except DataplaneError as broken:
         error = broken
     take(shown.flush())
-    has_text = question.text is not None and answer.status == Status.OK
+    has_text = text is not None and answer.status == Status.OK
     return _outcome(answer, "".join(pieces) if has_text else None, error)
 
 
-def _outcome(answer: Answer, text: str | None, error: DataplaneError | None) -> Outcome:
-    status = answer.status
+def _outcome(answer: BaseAnswer, text: str | None, error: DataplaneError | None) -> Outcome:
+    status, request_id = answer.status, answer.request_id
     outcome = Outcome(
         status=status,
         slot=answer.slot,
-        request_id=answer.request_id,
+        request_id=f"{request_id:016x}" if isinstance(request_id, int) else request_id,
         text=text,
         finish_reason=answer.finish_reason,
         usage=answer.usage,
@@ -268,6 +213,11 @@ def _outcome(answer: Answer, text: str | None, error: DataplaneError | None) -> 
 
 
 # ---------------------------------------------------------------- showing
+
+
+def say_line(line: str) -> None:
+    """Say something beside the answer."""
+    print(f"dataplane: {line}", file=sys.stderr, flush=True)
 
 
 def show_on_stdout(piece: str) -> None:

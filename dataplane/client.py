@@ -8,7 +8,8 @@ async with connect("localhost:4433", ca="ca.pem") as client:
     print(answer.finish_reason, answer.timings_us)
 ```
 
-The rules that hold here:
+`connect(..., protocol="h3")` gives a client that speaks HTTP/3 instead (`dataplane.client_h3`): its
+answers look the same, and it can ask with text. The rules that hold here:
 
 - A refusal is an answer, not an exception: its `status` says so, `reason` says why.
 - What raises is an answer that did not come to its end: `UnavailableError` when the connection is
@@ -18,17 +19,21 @@ The rules that hold here:
   are measured here, from the moment that the whole request was handed to QUIC.
 """
 
-import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
+from typing import Literal, NamedTuple, Self, overload
 
 from cryptography import x509
 
-from dataplane.client_link import Link, open_link
+from dataplane.client_answer import BaseAnswer, ResetError, Result
+from dataplane.client_h3 import Http3Client
+from dataplane.client_h3_link import ALPN as H3_ALPN
+from dataplane.client_h3_link import Http3Link
+from dataplane.client_link import AnyLink, Link, open_link
 from dataplane.client_wire import (
     FINISH_WORDS,
     AnswerReader,
@@ -41,56 +46,20 @@ from dataplane.errors import DataplaneError, Status, UnavailableError, UsageErro
 from dataplane.identity import CA_CERT
 from dataplane.prompt1 import ALPN, Request, Verdict
 
+__all__ = ["Answer", "Client", "Http3Client", "ResetError", "Result", "connect", "read_ca"]
+
 DEFAULT_SERVER = "localhost:4433"
 CONNECT_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 30.0
 
 
-class ResetError(DataplaneError):
-    """The daemon admitted the request, but gave its answer up; `code` is a `ResetCode`."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"the answer was broken off: {reset_words(code)} (code {code})")
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A whole answer. `finish_reason` and `usage` are None for a refusal and after `cancel`."""
-
-    status: int
-    slot: int | None
-    request_id: int
-    token_ids: list[int]
-    finish_reason: str | None
-    usage: dict[str, int] | None
-    timings_us: dict[str, int | None]
-    reason: str
-
-
-class Answer:
-    """One request's answer, from the moment that its stream is open.
-
-    Iterate for the ids as they come, or await `result()` for all of them. What has come so far
-    stays in `token_ids`, also when the answer breaks off.
-    """
+class Answer(BaseAnswer):
+    """An answer over `prompt/1`; see `BaseAnswer`."""
 
     def __init__(self, link: Link, data: bytes, fin: bool) -> None:
-        self._link = link
-        self._loop = asyncio.get_running_loop()
+        super().__init__(link)
         self._reader = AnswerReader()
-        self._waiters: list[asyncio.Future[None]] = []
-        self._read = 0
-        self._over = False
-        self._error: DataplaneError | None = None
-        self._verdict_at: float | None = None
-        self._first_at: float | None = None
-        self._end_at: float | None = None
-        self.token_ids: list[int] = []
         self._stream_id = link.open(self, data, fin)
-        self._sent_at = self._loop.time()
-
-    # -------------------------------------------------------- what is known of it
 
     @property
     def verdict(self) -> Verdict | None:
@@ -99,42 +68,35 @@ class Answer:
 
     @property
     def status(self) -> int | None:
-        """200 or why not, or None before the verdict."""
         return self.verdict.status if self.verdict else None
 
     @property
     def slot(self) -> int | None:
-        """The slot that was held."""
         return self.verdict.slot if self.verdict else None
 
     @property
     def request_id(self) -> int | None:
-        """The daemon's, or the one that was asked for."""
         return self.verdict.request_id if self.verdict else None
 
     @property
     def reason(self) -> str:
-        """The text of a refusal; empty otherwise."""
         return self._reader.reason
 
     @property
+    def retry_after_ms(self) -> int | None:
+        return (self.verdict.retry_after_ms or None) if self.verdict else None
+
+    @property
     def finish_reason(self) -> str | None:
-        """`stop`, `length` or `deadline` once the answer is whole."""
         trailer = self._reader.trailer
         return FINISH_WORDS[trailer.finish_reason] if trailer and self._reader.whole else None
 
     @property
     def usage(self) -> dict[str, int] | None:
-        """Prompt and output tokens, once the answer is whole."""
         trailer = self._reader.trailer
         if trailer is None or not self._reader.whole:
             return None
         return {"prompt_tokens": trailer.prompt_tokens, "output_tokens": trailer.output_tokens}
-
-    @property
-    def verdict_us(self) -> int | None:
-        """From the request handed to QUIC to the verdict here."""
-        return self._since_sent(self._verdict_at)
 
     @property
     def timings_us(self) -> dict[str, int | None]:
@@ -148,82 +110,11 @@ class Answer:
             "total": self._since_sent(self._end_at),
         }
 
-    def _since_sent(self, moment: float | None) -> int | None:
-        return None if moment is None else round((moment - self._sent_at) * 1e6)
-
-    # -------------------------------------------------------- waiting for it
-
-    async def opened(self) -> Verdict:
-        """Wait for the verdict, and for the reason as well where it is a refusal.
-
-        Raises:
-            DataplaneError: It cannot come any more.
-        """
-        while True:
-            verdict = self._reader.verdict
-            if verdict is not None and (verdict.status == Status.OK or self._over):
-                return verdict
-            self._raise_error()
-            if self._over:
-                raise DataplaneError("the request was cancelled")
-            await self._change()
-
-    def __aiter__(self) -> AsyncIterator[list[int]]:
-        return self
-
-    async def __anext__(self) -> list[int]:
-        while True:
-            if self._read < len(self.token_ids):
-                ids = self.token_ids[self._read :]
-                self._read = len(self.token_ids)
-                return ids
-            self._raise_error()
-            if self._over:
-                raise StopAsyncIteration
-            await self._change()
-
-    async def result(self) -> Result:
-        """Wait for the whole answer.
-
-        Raises:
-            DataplaneError: It cannot come any more.
-        """
-        verdict = await self.opened()
-        while not self._over:
-            await self._change()
-        self._raise_error()
-        return Result(
-            status=verdict.status,
-            slot=verdict.slot,
-            request_id=verdict.request_id,
-            token_ids=self.token_ids,
-            finish_reason=self.finish_reason,
-            usage=self.usage,
-            timings_us=self.timings_us,
-            reason=self.reason,
-        )
-
-    def cancel(self) -> None:
-        """Give the answer up: nothing more will come, and the daemon takes the slot back."""
-        if not self._over:
-            self._link.abandon(self._stream_id)
-            self._end(None)
-
     def send(self, data: bytes, fin: bool = False) -> bool:
         """Send more of a `raw` request; False if the daemon does not read on."""
         sent = self._link.send(self._stream_id, data, fin)
         self._sent_at = self._loop.time()
         return sent
-
-    async def _change(self) -> None:
-        waiter = self._loop.create_future()
-        self._waiters.append(waiter)
-        await waiter
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            # A fresh traceback for each who asks.
-            raise self._error.with_traceback(None)
 
     # -------------------------------------------------------- what the link calls
 
@@ -233,15 +124,11 @@ class Answer:
         try:
             ids = self._reader.feed(data, fin)
         except DataplaneError as error:
-            self._link.abandon(self._stream_id)
-            self._end(error)
+            self._give_up(error)
             return
         if self._verdict_at is None and self._reader.verdict is not None:
             self._verdict_at = now
-        if ids:
-            if self._first_at is None:
-                self._first_at = now
-            self.token_ids += ids
+        self._took(ids, now)
         if fin:
             self._end_at = now
             self._over = True
@@ -249,28 +136,7 @@ class Answer:
 
     def on_reset(self, code: int) -> None:
         """The daemon gave the answer up."""
-        self._break(ResetError(code))
-
-    def on_lost(self, why: str) -> None:
-        """The connection is over."""
-        self._break(UnavailableError(f"the connection was lost: {why}"))
-
-    def _break(self, error: DataplaneError) -> None:
-        verdict = self._reader.verdict
-        # A refusal is told by its verdict, whatever became of its reason.
-        refused = verdict is not None and verdict.status != Status.OK
-        self._end(None if refused else error)
-
-    def _end(self, error: DataplaneError | None) -> None:
-        self._over = True
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._break(ResetError(code, f"{reset_words(code)} (code {code})"))
 
 
 class Client:
@@ -355,7 +221,7 @@ class Client:
         """Close the connection; what is under way ends with `UnavailableError`."""
         self._link.shut()
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -396,39 +262,93 @@ def read_ca(ca: str | os.PathLike[str] | None) -> bytes:
     return pem
 
 
-@contextlib.asynccontextmanager
-async def connect(
+@overload
+def connect(
+    server: str = ...,
+    ca: str | os.PathLike[str] | None = ...,
+    *,
+    protocol: Literal["raw"] = ...,
+    timeout: float = ...,
+    idle_timeout: float = ...,
+    server_name: str | None = ...,
+) -> AbstractAsyncContextManager[Client]: ...
+
+
+@overload
+def connect(
+    server: str = ...,
+    ca: str | os.PathLike[str] | None = ...,
+    *,
+    protocol: Literal["h3"],
+    timeout: float = ...,
+    idle_timeout: float = ...,
+    server_name: str | None = ...,
+) -> AbstractAsyncContextManager[Http3Client]: ...
+
+
+def connect(
     server: str = DEFAULT_SERVER,
     ca: str | os.PathLike[str] | None = None,
     *,
+    protocol: Literal["raw", "h3"] = "raw",
     timeout: float = CONNECT_TIMEOUT_S,
     idle_timeout: float = IDLE_TIMEOUT_S,
     server_name: str | None = None,
-) -> AsyncIterator[Client]:
+) -> AbstractAsyncContextManager[Client] | AbstractAsyncContextManager[Http3Client]:
     """Connect to a daemon; the connection is closed at the end of the `async with`.
 
     Args:
         server: `HOST:PORT`.
         ca: The file to verify the daemon with; the state directory's if None.
+        protocol: `raw` gives a `Client`, which speaks `prompt/1`; `h3` an `Http3Client`.
         timeout: Seconds for the connection to stand.
         idle_timeout: Seconds of silence after which it counts as lost.
         server_name: The name in the daemon's certificate, where it is not the host's.
 
     Raises:
-        UsageError: `server` or `ca` cannot be used.
+        UsageError: `server`, `ca` or `protocol` cannot be used.
         UnavailableError: There is no connection to be had.
     """
-    try:
-        address = parse_address(server, lowest_port=1)
-    except ValueError as error:
-        raise UsageError(f"the server {server!r} is not allowed; it takes {error}") from error
-    link = await open_link(
-        address,
-        read_ca(ca),
-        ALPN,
-        timeout=timeout,
-        idle_timeout=idle_timeout,
-        server_name=server_name,
-    )
-    async with Client(link) as client:
+    how = _How(server, ca, timeout, idle_timeout, server_name)
+    if protocol == "raw":
+        return _connect_raw(how)
+    if protocol == "h3":
+        return _connect_h3(how)
+    raise UsageError(f"the protocol {protocol!r} is not known; it must be raw or h3")
+
+
+class _How(NamedTuple):
+    server: str
+    ca: str | os.PathLike[str] | None
+    timeout: float
+    idle_timeout: float
+    server_name: str | None
+
+    async def open(self, alpn: str, kind: type[AnyLink]) -> AnyLink:
+        try:
+            address = parse_address(self.server, lowest_port=1)
+        except ValueError as error:
+            raise UsageError(
+                f"the server {self.server!r} is not allowed; it takes {error}"
+            ) from error
+        return await open_link(
+            address,
+            read_ca(self.ca),
+            alpn,
+            kind,
+            timeout=self.timeout,
+            idle_timeout=self.idle_timeout,
+            server_name=self.server_name,
+        )
+
+
+@contextlib.asynccontextmanager
+async def _connect_raw(how: _How) -> AsyncIterator[Client]:
+    async with Client(await how.open(ALPN, Link)) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def _connect_h3(how: _How) -> AsyncIterator[Http3Client]:
+    async with Http3Client(await how.open(H3_ALPN, Http3Link), how.server) as client:
         yield client

@@ -38,7 +38,7 @@ _RESET_WORDS: dict[int, str] = {
 }
 _TYPE_OF_WIDTH = {2: "H", 4: "I"}
 _U32_FIELDS = ("max_output", "affinity", "top_k", "seed", "deadline_ms")
-_LONGEST_REASON = 65536
+LONGEST_REASON = 65536
 
 
 def reset_words(code: int) -> str:
@@ -109,54 +109,29 @@ def _check_range(name: str, value: int, most: int) -> None:
 # ---------------------------------------------------------------- from the wire
 
 
-class AnswerReader:
-    """One answer as it comes in.
+class IdsReader:
+    """Output ids, end mark and trailer, as they come in (contract 3).
 
     Attributes:
-        verdict: The first 32 bytes, once they are there.
-        reason: A refusal's text, as far as it is there.
         trailer: What stands behind the ids, once it is there.
         count: Ids so far.
-        whole: Whether the answer is complete.
     """
 
-    __slots__ = ("_data", "_ids_end", "count", "trailer", "verdict", "whole")
+    __slots__ = ("_data", "_ids_end", "count", "trailer")
 
     def __init__(self) -> None:
         self._data = bytearray()
         self._ids_end = False
-        self.verdict: Verdict | None = None
         self.trailer: Trailer | None = None
         self.count = 0
-        self.whole = False
 
-    @property
-    def reason(self) -> str:
-        if self.verdict is None or self.verdict.status == Status.OK:
-            return ""
-        return self._data.decode("utf-8", "replace")
-
-    def feed(self, data: bytes, fin: bool) -> list[int]:
-        """Take the stream's next bytes; return the ids that became whole.
+    def feed(self, data: bytes) -> list[int]:
+        """Take the next bytes; return the ids that became whole.
 
         Raises:
-            ProtocolError: The bytes are no answer, or the stream ends inside one.
+            ProtocolError: The bytes are no output.
         """
         self._data += data
-        ids: list[int] = []
-        if self.verdict is None and len(self._data) >= VERDICT_BYTES:
-            self.verdict = decode_verdict(bytes(self._data[:VERDICT_BYTES]))
-            del self._data[:VERDICT_BYTES]
-        if self.verdict is not None:
-            if self.verdict.status == Status.OK:
-                ids = self._take_ids()
-            elif len(self._data) > _LONGEST_REASON:
-                raise ProtocolError(f"the reason of a refusal is over {_LONGEST_REASON} bytes")
-        if fin:
-            self._end()
-        return ids
-
-    def _take_ids(self) -> list[int]:
         if self._ids_end:
             self._take_trailer()
             return []
@@ -172,6 +147,16 @@ class AnswerReader:
             self._take_trailer()
         return ids
 
+    def end(self) -> Trailer:
+        """Return the trailer, now that no more will come.
+
+        Raises:
+            ProtocolError: It is not there.
+        """
+        if self.trailer is None:
+            raise ProtocolError(f"the answer ended after {self.count} ids, without its trailer")
+        return self.trailer
+
     def _take_trailer(self) -> None:
         if len(self._data) > TRAILER_BYTES:
             raise ProtocolError("the answer goes on behind its trailer")
@@ -186,11 +171,64 @@ class AnswerReader:
             )
         self.trailer = trailer
 
+
+class AnswerReader:
+    """One answer as it comes in.
+
+    Attributes:
+        verdict: The first 32 bytes, once they are there.
+        whole: Whether the answer is complete.
+    """
+
+    __slots__ = ("_data", "_ids", "verdict", "whole")
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._ids = IdsReader()
+        self.verdict: Verdict | None = None
+        self.whole = False
+
+    @property
+    def reason(self) -> str:
+        """A refusal's text, as far as it is there."""
+        if self.verdict is None or self.verdict.status == Status.OK:
+            return ""
+        return self._data.decode("utf-8", "replace")
+
+    @property
+    def trailer(self) -> Trailer | None:
+        """What stands behind the ids, once it is there."""
+        return self._ids.trailer
+
+    def feed(self, data: bytes, fin: bool) -> list[int]:
+        """Take the stream's next bytes; return the ids that became whole.
+
+        Raises:
+            ProtocolError: The bytes are no answer, or the stream ends inside one.
+        """
+        ids: list[int] = []
+        if self.verdict is None or self.verdict.status != Status.OK:
+            self._data += data
+            data = b""
+        if self.verdict is None and len(self._data) >= VERDICT_BYTES:
+            self.verdict = decode_verdict(bytes(self._data[:VERDICT_BYTES]))
+            del self._data[:VERDICT_BYTES]
+            if self.verdict.status == Status.OK:
+                data = bytes(self._data)
+        if self.verdict is not None:
+            if self.verdict.status == Status.OK:
+                ids = self._ids.feed(data)
+            elif len(self._data) > LONGEST_REASON:
+                raise ProtocolError(f"the reason of a refusal is over {LONGEST_REASON} bytes")
+        if fin:
+            self._end()
+        return ids
+
     def _end(self) -> None:
         if self.verdict is None:
             raise ProtocolError(
                 f"the answer ended inside its verdict, after {len(self._data)} bytes"
             )
-        if self.verdict.status == Status.OK and self.trailer is None:
-            raise ProtocolError(f"the answer ended after {self.count} ids, without its trailer")
+        if self.verdict.status == Status.OK:
+            self._ids.end()
         self.whole = True

@@ -239,11 +239,17 @@ class Http3:
         except ProtocolError as error:
             self._fail(error, sink)
 
-    def discard(self, stream_id: int) -> None:
-        """Nothing more that comes on this stream is wanted."""
+    def discard(self, stream_id: int) -> bool:
+        """Nothing more that comes on this stream is wanted. False: nothing more was awaited."""
         stream = self._streams.get(stream_id)
-        if stream is not None:
-            self._let_go(stream_id, stream, fin=False)
+        if stream is None or stream is _DISCARDED:
+            return False
+        self._let_go(stream_id, stream, fin=False)
+        return True
+
+    def is_discarded(self, stream_id: int) -> bool:
+        """Whether more may come on this stream, and is not wanted."""
+        return self._streams.get(stream_id) is _DISCARDED
 
     def reset(self, stream_id: int, sink: Sink) -> None:
         """The peer reset its side of the stream, so no FIN comes."""

@@ -65,6 +65,7 @@ BROKEN: dict[str, tuple[Mischief, str]] = {
     "the daemon's finish reason": (finish_with(DEADLINE), "finish reason 3"),
     "bogus finish reason": (finish_with(2**32 - 1), "finish reason 4294967295"),
     "state FREE": (state(FREE), "left this listener's hands"),
+    "state WRITING": (state(WRITING), "left this listener's hands"),
     "state CANCELLING": (state(CANCELLING), "left this listener's hands"),
     "state 6": (state(6), "left this listener's hands"),
     "state 255": (state(255), "left this listener's hands"),
@@ -126,12 +127,6 @@ def test_a_broken_rule_ends_the_attachment(
     assert words in log
     assert "ended: it broke a rule: slot " in log
     assert "Traceback" not in log
-
-
-def test_a_published_slot_back_in_writing_ends_the_attachment(bare_daemon: DaemonProcess) -> None:
-    test_a_broken_rule_ends_the_attachment(
-        bare_daemon, state(WRITING), "left this listener's hands"
-    )
 
 
 async def alone(daemon: DaemonProcess, play: Callable[[Puppet, Taken], None]) -> list[int]:

@@ -20,9 +20,9 @@ from fake_daemon import (
     words,
 )
 
-from dataplane import __version__, cli_client
+from dataplane import __version__, cli_prompts
 from dataplane.cli import main
-from dataplane.cli_client import ByteCodec, IdText, parse_ids
+from dataplane.cli_prompts import ByteCodec, IdText, parse_ids
 from dataplane.errors import ResetCode, UsageError
 
 FIELDS = [
@@ -73,11 +73,11 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Bytes for a tokeniser; the list gets whether the chat template was asked for."""
     asked = []
 
-    class Codec(ByteCodec):
-        def __init__(self, state_dir: Path, chat: bool = True) -> None:
-            asked.append(chat)
+    async def fetch(server: str, ca: Path | None, chat: bool, say: Any) -> ByteCodec:
+        asked.append(chat)
+        return ByteCodec()
 
-    monkeypatch.setattr(cli_client, "ModelCodec", Codec)
+    monkeypatch.setattr(cli_prompts, "fetch_codec", fetch)
     return asked
 
 
@@ -202,15 +202,6 @@ def test_the_answer_is_shown_as_it_streams() -> None:
     assert [ids.push([1, 2]), ids.push([]), ids.push([3])] == ["1,2", "", ",3"]
 
 
-def test_without_the_model_text_cannot_be_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("dataplane.model.WEIGHTS_MODULE", "no_such_module")
-    code, answer = run_json(capsys, "hello")
-    assert code == 1
-    assert "`dataplane model install`" in answer["error"]
-
-
 def test_ids_may_come_from_a_file(
     daemon: FakeDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,7 +245,6 @@ def test_ids_that_are_none_are_refused_by_place(text: str, says: str) -> None:
         (["--ids", "1", "--temperature", "101"], "it takes a number from 0 to 100"),
         (["--ids", "1", "--max-output=-1"], "--max-output: '-1' is not allowed"),
         (["--ids", "1", "--protocol", "h2"], "invalid choice: 'h2'"),
-        (["--ids", "1", "--protocol", "h3"], "use --protocol raw"),
         (
             ["--ids", "1", "--server", "here"],
             "the server 'here' is not allowed; it takes HOST:PORT",
@@ -298,7 +288,7 @@ def test_a_bug_is_a_traceback_and_still_one_object(
     def fail(source: str, text: str) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli_client, "parse_ids", fail)
+    monkeypatch.setattr(cli_prompts, "parse_ids", fail)
     with pytest.raises(ZeroDivisionError):
         main(["client", "--json", "--ids", "7"])
     assert "internal error" in json.loads(capsys.readouterr().out)["error"]

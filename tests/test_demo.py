@@ -18,7 +18,8 @@ import pytest
 from fake_daemon import FakeDaemon, Stream, fake_daemon_thread, refusal, whole_answer
 
 from dataplane import demo
-from dataplane.cli_client import ByteCodec, Question
+from dataplane.cli_client import Question
+from dataplane.cli_prompts import ByteCodec
 from dataplane.demo import ChildDaemon, Ready, ask_child, parse_ready
 from dataplane.errors import UnavailableError
 

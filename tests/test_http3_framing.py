@@ -868,12 +868,16 @@ def test_a_refusal_within_a_frame_that_goes_on() -> None:
 
 def test_discard() -> None:
     h3, log = server()
-    h3.discard(0)
+    assert not h3.discard(0)
     h3.receive(0, headers(POST) + b"\x00\x03a", False, log)
-    h3.discard(0)
+    assert not h3.is_discarded(0)
+    assert h3.discard(0)
+    assert h3.is_discarded(0)
+    assert not h3.discard(0)
     h3.receive(0, b"bc" + b"\x04\x00", False, log)
     h3.receive(0, b"", True, log)
-    h3.discard(0)
+    assert not h3.discard(0)
+    assert not h3.is_discarded(0)
     assert log.events == [got(POST), ("data", 0, b"a")]
     assert not h3._streams
 
