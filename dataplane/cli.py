@@ -1,4 +1,4 @@
-"""The command line: `serve`, `client`, `run`, `bench`, `model install`, `runtime echo|smollm2`.
+"""The command line: `serve`, `client`, `run`, `bench`, `profile`, `model`, `runtime`.
 
 The rules that hold here:
 
@@ -60,6 +60,13 @@ _BENCH_SETTINGS = (
     Setting("max_output", "M", integer(0, 262_144), "16", "most tokens to answer with"),
     Setting("rate", "R", decimal(0.001, 1e6), None, "requests a second", "as fast as answered"),
     Setting("slots", "N", integer(1, 1024), None, "of its own daemon", "one for each in flight"),
+)
+_PROFILE_SETTINGS = (
+    # The kernel's profiling timer ticks a few hundred times a second: this makes a few hundred.
+    Setting("requests", "N", integer(1, 10_000_000), "30000", "how many"),
+    Setting("connections", "C", integer(1, 1000), "1", "QUIC connections"),
+    Setting("streams", "S", integer(1, 128), "32", "requests in flight on each"),
+    *(setting for setting in _BENCH_SETTINGS if setting.name in ("prompt_tokens", "max_output")),
 )
 
 
@@ -137,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--runtime", choices=("smollm2", "echo"), default="smollm2")
     _add_settings(run, [_MAX_OUTPUT])
     _add_bench(commands)
+    _add_profile(commands)
     model = commands.add_parser("model", help="the small model", allow_abbrev=False)
     _command(
         model.add_subparsers(metavar="COMMAND", required=True),
@@ -196,6 +204,14 @@ def _add_bench(commands: "Commands") -> None:
     _add_settings(parser, _BENCH_SETTINGS)
     parser.add_argument("--protocol", choices=("raw", "h3"), default="raw")
     parser.add_argument("--runtime", choices=("null", "echo"), help="of its own daemon")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
+
+
+def _add_profile(commands: "Commands") -> None:
+    parser = _command(commands, "profile", _profile, "where the time of a request goes")
+    _add_settings(parser, _PROFILE_SETTINGS)
+    parser.add_argument("--protocol", choices=("raw", "h3"), default="raw")
+    parser.add_argument("--runtime", choices=("null", "echo"), help="default: null")
     parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
 
 
@@ -280,6 +296,26 @@ def _bench(options: argparse.Namespace) -> int:
     return run(
         Plan(
             server=options.server,
+            protocol=options.protocol,
+            runtime=options.runtime,
+            json=options.json,
+            **values,
+        )
+    )
+
+
+def _profile(options: argparse.Namespace) -> int:
+    values = _values(options, _PROFILE_SETTINGS)
+    from dataplane.cli_bench import Plan
+    from dataplane.cli_profile import run
+
+    return run(
+        Plan(
+            server=None,
+            ca=None,
+            admin=None,
+            rate=None,
+            slots=None,
             protocol=options.protocol,
             runtime=options.runtime,
             json=options.json,

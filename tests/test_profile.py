@@ -1,0 +1,60 @@
+"""`dataplane profile`: samples go to the stage whose code ran, and the table adds up."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dataplane.cli_profile import summary
+from dataplane.sampler import STAGES, stage_of
+
+
+@pytest.mark.parametrize(
+    ("filename", "function", "stage"),
+    [
+        ("/x/selectors.py", "select", "kernel"),
+        ("/x/selectors.py", "register", None),
+        ("/x/dataplane/listener.py", "_readable", "kernel"),
+        ("/x/dataplane/listener.py", "deliver", None),
+        ("/x/aioquic/_crypto.py", "decrypt", "crypto"),
+        ("/x/aioquic/quic/crypto.py", "decrypt_packet", "crypto"),
+        ("/x/aioquic/quic/connection.py", "receive_datagram", "transport"),
+        ("/x/dataplane/prompt1.py", "parse_request", "parse"),
+        ("/x/dataplane/prompt1.py", "encode_verdict", None),
+        ("/x/dataplane/http3_fields.py", "check_request", "parse"),
+        ("/x/dataplane/http3_fields.py", "encode_section", "egress"),
+        ("/x/dataplane/table.py", "admit", "claim"),
+        ("/x/dataplane/table.py", "submit", "write"),
+        ("/x/dataplane/egress.py", "flush", "egress"),
+        ("/x/asyncio/base_events.py", "_run_once", None),
+    ],
+)
+def test_a_function_belongs_to_its_stage(filename: str, function: str, stage: str | None) -> None:
+    assert stage_of(filename, function) == stage
+
+
+def test_the_shares_are_of_all_samples_and_the_times_of_the_cpu() -> None:
+    found = {"samples": {"kernel": 30, "parse": 10}, "user_s": 3.0, "system_s": 1.0}
+    document = summary(found, 80.0, {})
+    assert document["samples"] == 40
+    assert document["system_share"] == 0.25
+    assert document["stages"]["kernel"] == {"share": 0.75, "us_per_request": 60.0}
+    assert document["stages"]["claim"] == {"share": 0.0, "us_per_request": 0.0}
+    assert list(document["stages"]) == list(STAGES)
+
+
+def test_a_real_profile_finds_the_transport_at_work() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dataplane", "profile", "--requests=4000", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    document = json.loads(done.stdout)
+    assert document["samples"] > 10
+    shares = {stage: row["share"] for stage, row in document["stages"].items()}
+    assert sum(shares.values()) == pytest.approx(1.0, abs=0.01)
+    assert shares["transport"] == max(shares.values())
+    assert document["latency_us"]["ingress"]["p50"] > 0
