@@ -12,7 +12,7 @@ C_FILES := $(wildcard native/*.[ch] native/*/*.[ch] native/*/*.cu native/*/*.cuh
 # A change to any of these, a header included, builds anew.
 SOURCES := pyproject.toml setup.py $(shell find native -type f ! -name '*.pyc')
 
-.PHONY: help check build run test lint tsan bench clean
+.PHONY: help check build run test lint tsan bench bench-check clean
 
 help:
 	@echo "make build   make $(VENV) and install dataplane in it, with its C module"
@@ -22,6 +22,7 @@ help:
 	@echo "make tsan    C tests under ThreadSanitizer, AddressSanitizer and UBSan, and the mutants"
 	@echo "make bench   measure against what one would use instead, in under ten minutes; BENCH=full"
 	@echo "             longer, ONLY=128-s32,granian what these words name; into bench/results/"
+	@echo "make bench-check   fail when one of three ratios is a quarter worse than the committed one"
 	@echo "make clean   remove all that was built, $(VENV) included"
 
 # What a distribution calls that interpreter's packages.
@@ -101,6 +102,9 @@ $(VENV)/.bench: $(BUILT)
 
 bench: $(VENV)/.bench
 	@BENCH="$(BENCH)" ONLY="$(ONLY)" $(BIN)/python -m bench.run
+
+bench-check: $(VENV)/.bench
+	@$(BIN)/python -m bench.check
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info dataplane/*.so
