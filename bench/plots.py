@@ -30,6 +30,22 @@ Row = dict[str, Any]
 
 def draw(result: dict[str, Any], directory: Path = RESULTS) -> list[Path]:
     """Draw a run's pictures; their files."""
+    return _draw_rows(result, directory) + _draw_sections(result, directory)
+
+
+def _draw_sections(result: dict[str, Any], directory: Path) -> list[Path]:
+    """Have the sections that can be drawn draw themselves."""
+    written = []
+    for name, plot in (("noqueue", noqueue.plot), ("overload", overload.plot)):
+        section = result["sections"].get(name)
+        if section:
+            path = directory / f"{name}.png"
+            plot(section, path)
+            written.append(path)
+    return written
+
+
+def _draw_rows(result: dict[str, Any], directory: Path) -> list[Path]:
     rows = result["rows"]
     if not rows:
         return []

@@ -219,7 +219,7 @@ def test_an_echo_with_a_delay_streams_its_events(slow_echo: DaemonProcess) -> No
         async with h3_client(slow_echo) as client:
             answer = await client.post_json({"token_ids": IDS, "stream": True}).answer()
             check_whole(answer, IDS, 3, "stop")
-            assert len(answer.events()) == 5
+            assert len(answer.events()) > 3  # so the ids came in more than one piece
             assert answer.events()[-2]["timings_us"]["total"] >= 30_000
 
     run(session())

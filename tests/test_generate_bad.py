@@ -359,6 +359,19 @@ def test_a_body_that_stops_coming_is_408(echo: DaemonProcess, name: str) -> None
     echo.wait_idle()
 
 
+def test_a_deadline_that_passes_while_the_body_comes_is_408(echo: DaemonProcess) -> None:
+    fields = post_fields(16, more={"x-deadline-ms": "50"})
+
+    async def session() -> None:
+        async with h3_client(echo) as client:
+            stream = client.open(head(fields) + body_frame(IDS)[:6])
+            await check_refused(stream, 408, "only 1 of 4 tokens came in time")
+            await check_good(client)
+
+    run(session())
+    echo.wait_idle()
+
+
 # ---------------------------------------------------------------- cut off anywhere
 
 WHOLE = head(post_fields(16)) + body_frame(IDS[:8]) + frame(0x21, b"xx") + body_frame(IDS[8:])
