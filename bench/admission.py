@@ -24,7 +24,7 @@ from bench.measure import CLIENT_CORE, cpu_ns, pin, process, rss_bytes
 from dataplane import prompt1
 from dataplane.identity import load_identity
 from dataplane.load import Load, Server
-from dataplane.load_wire import Exchange, RawDialogue, raw_request
+from dataplane.load.wire import Exchange, RawDialogue, raw_request
 
 ANSWER_BYTES = prompt1.VERDICT_BYTES + 4 + prompt1.TRAILER_BYTES
 SLOTS = 64

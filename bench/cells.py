@@ -28,7 +28,7 @@ from bench.systems import (
     question_of,
 )
 from dataplane.http3 import Http3, data_frame_header
-from dataplane.load_tally import quantiles
+from dataplane.load.tally import quantiles
 from dataplane.prompt1 import ALPN, encode_end, encode_verdict
 from dataplane.runtime import Finish
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from bench.measure import CLIENT_CORE, cpu_ns, pin, process
 from dataplane.http3 import Http3, data_frame_header
 from dataplane.load import Load, Server
-from dataplane.load_wire import H3Dialogue, dialogues
+from dataplane.load.wire import H3Dialogue, dialogues
 
 CONTEXT = 131_072
 SLOTS = 64

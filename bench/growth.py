@@ -29,7 +29,7 @@ from rich.table import Table
 from bench.measure import CLIENT_CORE, cpu_ns, pin, process
 from bench.results import Form, Progress
 from dataplane.load import Load, Server
-from dataplane.load_wire import dialogues
+from dataplane.load.wire import dialogues
 
 AUTHORITY = "localhost"
 VOCAB = 1000

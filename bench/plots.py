@@ -18,6 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from bench import noqueue, overload
 from bench.readme import OWN
 from bench.results import RESULTS, read_latest
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from dataplane.cli import main
+from dataplane.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,8 +16,8 @@ from conftest import StartDaemon
 from daemon_process import DaemonProcess
 from fake_daemon import Stream, fake_daemon_thread, refusal, verdict, whole_answer
 
-from dataplane import cli_bench
-from dataplane.cli import main
+from dataplane.cli import bench as cli_bench
+from dataplane.cli.main import main
 
 WITHIN_S = 30.0
 QUANTILES = ["p50", "p90", "p99", "p999", "max"]

@@ -21,7 +21,7 @@ from bench.clients.http2 import END_STREAM, PREFACE, Http2, header_block
 from bench.null_servers import Framing
 from bench.results import Form, Row, bench_command, document, is_client_bound, write
 from bench.systems import SYSTEMS, in_flight_words, shape_of
-from dataplane.load_tally import Schedule, quantiles
+from dataplane.load.tally import Schedule, quantiles
 
 KEYS = {
     "case", "system", "server_cpu_us", "p50_us", "p99_us", "p999_us", "requests", "client_bound",

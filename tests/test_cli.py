@@ -20,9 +20,10 @@ from fake_daemon import (
     words,
 )
 
-from dataplane import __version__, cli_prompts
-from dataplane.cli import main
-from dataplane.cli_prompts import ByteCodec, IdText, parse_ids
+from dataplane import __version__
+from dataplane.cli import prompts as cli_prompts
+from dataplane.cli.main import main
+from dataplane.cli.prompts import ByteCodec, IdText, parse_ids
 from dataplane.errors import ResetCode, UsageError
 
 FIELDS = [

@@ -16,8 +16,8 @@ from generate_checks import attached, finish
 from raw_runtime import Puppet
 from tiny_tokenizer import TEMPLATE, byte_ids, chat_ids, make_tokenizer
 
-from dataplane.cli import main
-from dataplane.cli_prompts import model_codec
+from dataplane.cli.main import main
+from dataplane.cli.prompts import model_codec
 from dataplane.runtime import Finish, Taken
 
 FIELDS = [

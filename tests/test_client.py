@@ -19,9 +19,9 @@ from fake_daemon import (
     words,
 )
 
-from dataplane import client_link
 from dataplane.client import Client, ResetError, connect
-from dataplane.client_wire import reset_words
+from dataplane.client import link as client_link
+from dataplane.client.wire import reset_words
 from dataplane.errors import ResetCode, UnavailableError, UsageError
 from dataplane.prompt1 import ProtocolError, Request, encode_end, encode_request
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.client_http import (
+from dataplane.client.http import (
     Body,
     End,
     EventsBody,

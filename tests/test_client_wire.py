@@ -11,7 +11,7 @@ from fake_daemon import (
     words,
 )
 
-from dataplane.client_wire import AnswerReader, encode_ids, reset_words
+from dataplane.client.wire import AnswerReader, encode_ids, reset_words
 from dataplane.errors import ResetCode, UsageError
 from dataplane.prompt1 import ProtocolError, encode_end
 

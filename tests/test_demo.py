@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from fake_daemon import FakeDaemon, Stream, fake_daemon_thread, refusal, whole_answer
 
-from dataplane import demo
-from dataplane.cli_client import Question
-from dataplane.cli_prompts import ByteCodec
-from dataplane.demo import ChildDaemon, Ready, ask_child, parse_ready
+from dataplane.cli import demo
+from dataplane.cli.ask import Question
+from dataplane.cli.demo import ChildDaemon, Ready, ask_child, parse_ready
+from dataplane.cli.prompts import ByteCodec
 from dataplane.errors import UnavailableError
 
 LINE = "ready quic=127.0.0.1:4433 admin=[::1]:9 runtime=echo slots=4 context=1024 ca=/a b/ca.pem"

@@ -21,13 +21,13 @@ from fake_daemon import (
     whole_answer,
 )
 
-from dataplane import load as load_module
 from dataplane.client import read_ca
 from dataplane.errors import UnavailableError
 from dataplane.identity import load_identity
 from dataplane.load import Load, Server
-from dataplane.load_tally import LOST, RESET, Schedule, Tally, quantiles
-from dataplane.load_wire import dialogues
+from dataplane.load import loop as load_module
+from dataplane.load.tally import LOST, RESET, Schedule, Tally, quantiles
+from dataplane.load.wire import dialogues
 from dataplane.prompt1 import ProtocolError
 
 IDS = struct.pack("<3I", 5, 6, 7)

@@ -6,7 +6,7 @@ import pytest
 from fake_daemon import INGRESS_US, refusal, verdict, whole_answer
 
 from dataplane.http3 import Data, Fields, Http3, Sink, data_frame_header
-from dataplane.load_wire import Exchange, H3Dialogue, RawDialogue, dialogues, h3_request
+from dataplane.load.wire import Exchange, H3Dialogue, RawDialogue, dialogues, h3_request
 from dataplane.prompt1 import ProtocolError, encode_end, parse_request
 
 IDS = struct.pack("<3I", 5, 6, 7)

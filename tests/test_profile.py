@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from dataplane.cli_profile import summary
-from dataplane.sampler import STAGES, stage_of
+from dataplane.cli.profile import summary
+from dataplane.cli.sampler import STAGES, stage_of
 
 
 @pytest.mark.parametrize(

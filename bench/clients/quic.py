@@ -2,7 +2,7 @@
 
 It runs on aioquic and costs about what the daemon does; a row in which it was the busier says so
 (`client_bound`). The rule that holds here: an answer of a peer has to be the expected body, as over
-TCP; an answer of `prompt/1` or of the daemon's HTTP/3 is checked by `dataplane.load_wire`, ids
+TCP; an answer of `prompt/1` or of the daemon's HTTP/3 is checked by `dataplane.load.wire`, ids
 counted against the trailer.
 """
 
@@ -12,7 +12,7 @@ from bench.clients import Outcome, WrongAnswerError
 from dataplane.errors import UnavailableError
 from dataplane.http3 import Data, Fields, Http3, data_frame_header
 from dataplane.load import Load, Server
-from dataplane.load_wire import Dialogue, H3Dialogue
+from dataplane.load.wire import Dialogue, H3Dialogue
 from dataplane.prompt1 import ProtocolError
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from bench.clients import Outcome, WrongAnswerError
-from dataplane.load_tally import Schedule
+from dataplane.load.tally import Schedule
 
 STALL_S = 15.0
 _CONNECT_S = 10.0

@@ -21,8 +21,8 @@ from aioquic.quic.events import (
 
 from bench.noqueue.exchange import Exchange
 from dataplane import quic as private
-from dataplane.client_link import closing_words
-from dataplane.client_wire import AnswerReader, reset_words
+from dataplane.client.link import closing_words
+from dataplane.client.wire import AnswerReader, reset_words
 from dataplane.config import Address
 from dataplane.errors import DataplaneError, Status, UnavailableError
 from dataplane.prompt1 import ALPN

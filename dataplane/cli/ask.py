@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dataplane import cli_prompts
-from dataplane.cli_prompts import IdText
+from dataplane.cli import prompts as cli_prompts
+from dataplane.cli.prompts import IdText
 from dataplane.client import Client, connect
-from dataplane.client_answer import BaseAnswer
-from dataplane.client_h3 import Http3Client
+from dataplane.client.answer import BaseAnswer
+from dataplane.client.h3 import Http3Client
 from dataplane.errors import BusyError, DataplaneError, Status, UnavailableError
 from dataplane.text import TextStream
 

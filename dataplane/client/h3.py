@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from dataplane import __version__
-from dataplane.client_answer import BaseAnswer
-from dataplane.client_h3_link import Http3Link
-from dataplane.client_http import (
+from dataplane.client.answer import BaseAnswer
+from dataplane.client.h3_link import Http3Link
+from dataplane.client.http import (
     BINARY,
     EVENTS,
     GENERATE,
@@ -30,7 +30,7 @@ from dataplane.client_http import (
     request_head,
     text_body,
 )
-from dataplane.client_wire import encode_ids
+from dataplane.client.wire import encode_ids
 from dataplane.errors import DataplaneError, Status, UnavailableError
 from dataplane.http3_fields import Fields, Pair
 from dataplane.prompt1 import ProtocolError, Request

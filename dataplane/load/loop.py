@@ -23,9 +23,9 @@ from aioquic.quic.configuration import QuicConfiguration
 
 from dataplane.config import Address, format_address
 from dataplane.errors import UnavailableError
-from dataplane.load_link import Link
-from dataplane.load_tally import LOST, Outcome, Schedule, Tally
-from dataplane.load_wire import Dialogue
+from dataplane.load.link import Link
+from dataplane.load.tally import LOST, Outcome, Schedule, Tally
+from dataplane.load.wire import Dialogue
 
 STALL_S = 10.0
 IDLE_TIMEOUT_S = 30.0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from dataplane.client_wire import FINISH_WORDS, LONGEST_REASON, IdsReader
+from dataplane.client.wire import FINISH_WORDS, LONGEST_REASON, IdsReader
 from dataplane.errors import UsageError
 from dataplane.http3_fields import Fields, Pair
 from dataplane.prompt1 import ProtocolError, Request

@@ -31,13 +31,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from dataplane import quic as private
+from dataplane.cli.demo import ChildDaemon
 from dataplane.client import read_ca
 from dataplane.config import SOCKET_NAME, Address, format_address, parse_address
-from dataplane.demo import ChildDaemon
 from dataplane.errors import UnavailableError, UsageError
 from dataplane.load import Load, Server
-from dataplane.load_tally import Outcome, quantiles
-from dataplane.load_wire import dialogues
+from dataplane.load.tally import Outcome, quantiles
+from dataplane.load.wire import dialogues
 
 SLOTS_MOST = 1024
 _CONTEXT = 1024

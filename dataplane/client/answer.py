@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Self
 
-from dataplane.client_link import Link
+from dataplane.client.link import Link
 from dataplane.errors import DataplaneError, Status, UnavailableError
 
 

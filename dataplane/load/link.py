@@ -20,10 +20,10 @@ from aioquic.quic.events import (
 )
 
 from dataplane import quic as private
-from dataplane.client_link import closing_words
+from dataplane.client.link import closing_words
 from dataplane.errors import UnavailableError
-from dataplane.load_tally import LOST, RESET, Tally
-from dataplane.load_wire import Dialogue, Exchange
+from dataplane.load.tally import LOST, RESET, Tally
+from dataplane.load.wire import Dialogue, Exchange
 
 BATCH = 64
 _DATAGRAM = 2048

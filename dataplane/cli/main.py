@@ -34,7 +34,7 @@ from dataplane.config import (
 from dataplane.errors import DataplaneError, UsageError
 
 if TYPE_CHECKING:
-    from dataplane.cli_client import Question
+    from dataplane.cli.ask import Question
 
     Commands = argparse._SubParsersAction["_Parser"]
 
@@ -115,7 +115,7 @@ def _print_json_failure(arguments: Sequence[str], why: str) -> None:
     """Keep the promise that `client --json` prints one object, whatever happens."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     if arguments[:1] == ["client"] and "--json" in arguments[:end]:
-        from dataplane.cli_client import Outcome
+        from dataplane.cli.ask import Outcome
 
         print(Outcome(error=why).to_json())
 
@@ -242,7 +242,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _client(options: argparse.Namespace) -> int:
-    from dataplane import cli_client
+    from dataplane.cli import ask as cli_client
 
     values = _values(options, _CLIENT_SETTINGS)
     daemon = cli_client.Daemon(options.server, values["ca"], options.protocol)
@@ -263,8 +263,8 @@ def _client(options: argparse.Namespace) -> int:
 
 
 def _question(options: argparse.Namespace, values: Mapping[str, Any]) -> "Question":
-    from dataplane.cli_client import Question
-    from dataplane.cli_prompts import parse_ids, read_ids
+    from dataplane.cli.ask import Question
+    from dataplane.cli.prompts import parse_ids, read_ids
 
     ids = None
     if options.ids is not None:
@@ -282,7 +282,7 @@ def _question(options: argparse.Namespace, values: Mapping[str, Any]) -> "Questi
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from dataplane.demo import run
+    from dataplane.cli.demo import run
 
     values = _values(options, [_MAX_OUTPUT])
     state_dir = state_dir_of(None, os.environ)
@@ -291,7 +291,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     values = _values(options, _BENCH_SETTINGS)
-    from dataplane.cli_bench import Plan, run
+    from dataplane.cli.bench import Plan, run
 
     return run(
         Plan(
@@ -306,8 +306,8 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _profile(options: argparse.Namespace) -> int:
     values = _values(options, _PROFILE_SETTINGS)
-    from dataplane.cli_bench import Plan
-    from dataplane.cli_profile import run
+    from dataplane.cli.bench import Plan
+    from dataplane.cli.profile import run
 
     return run(
         Plan(

@@ -8,7 +8,7 @@ async with connect("localhost:4433", ca="ca.pem") as client:
     print(answer.finish_reason, answer.timings_us)
 ```
 
-`connect(..., protocol="h3")` gives a client that speaks HTTP/3 instead (`dataplane.client_h3`): its
+`connect(..., protocol="h3")` gives a client that speaks HTTP/3 instead (`dataplane.client.h3`): its
 answers look the same, and it can ask with text. The rules that hold here:
 
 - A refusal is an answer, not an exception: its `status` says so, `reason` says why.
@@ -29,12 +29,12 @@ from typing import Literal, NamedTuple, Self, overload
 
 from cryptography import x509
 
-from dataplane.client_answer import BaseAnswer, ResetError, Result
-from dataplane.client_h3 import Http3Client
-from dataplane.client_h3_link import ALPN as H3_ALPN
-from dataplane.client_h3_link import Http3Link
-from dataplane.client_link import AnyLink, Link, open_link
-from dataplane.client_wire import (
+from dataplane.client.answer import BaseAnswer, ResetError, Result
+from dataplane.client.h3 import Http3Client
+from dataplane.client.h3_link import ALPN as H3_ALPN
+from dataplane.client.h3_link import Http3Link
+from dataplane.client.link import AnyLink, Link, open_link
+from dataplane.client.wire import (
     FINISH_WORDS,
     AnswerReader,
     encode_ids,

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from aioquic.quic.connection import QuicConnection
 
-from dataplane.client_answer import ResetError
-from dataplane.client_link import Link
+from dataplane.client.answer import ResetError
+from dataplane.client.link import Link
 from dataplane.errors import DataplaneError, UnavailableError
 from dataplane.http3 import Http3, data_frame_header
 from dataplane.http3_fields import Code, Data, Fields, Pair

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-from dataplane import cli_client
-from dataplane.cli_prompts import ByteCodec, model_codec
+from dataplane.cli import ask as cli_client
+from dataplane.cli.prompts import ByteCodec, model_codec
 from dataplane.config import SOCKET_NAME, Address, parse_address
 from dataplane.errors import UnavailableError
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from dataplane.client import connect
-from dataplane.client_h3 import Http3Client, Page
-from dataplane.client_http import decode_json, read_reason
+from dataplane.client.h3 import Http3Client, Page
+from dataplane.client.http import decode_json, read_reason
 from dataplane.config import state_dir_of
 from dataplane.errors import DataplaneError, Status, UnavailableError, UsageError
 from dataplane.identity import make_state_dir

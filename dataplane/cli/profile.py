@@ -1,8 +1,8 @@
 """`dataplane profile`: where a request's time goes, stage by stage.
 
-A daemon of its own runs under the sampler (`dataplane.sampler`) while `dataplane bench`'s load is
-on it. Two views come out: the share of the CPU time that each stage takes, from the samples, and
-the latencies that the daemon itself publishes.
+A daemon of its own runs under the sampler (`dataplane.cli.sampler`) while the load of `dataplane
+bench` is on it. Two views come out: the share of the CPU time that each stage takes, from the
+samples, and the latencies that the daemon itself publishes.
 """
 
 import http.client
@@ -16,14 +16,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dataplane import cli_bench
-from dataplane.cli_bench import Plan, Target
+from dataplane.cli import bench as cli_bench
+from dataplane.cli.bench import Plan, Target
+from dataplane.cli.demo import ChildDaemon
+from dataplane.cli.sampler import STAGES
 from dataplane.client import read_ca
 from dataplane.config import Address, parse_address
-from dataplane.demo import ChildDaemon
 from dataplane.errors import UnavailableError
 from dataplane.load import Server
-from dataplane.sampler import STAGES
 
 _MEANING = {
     "kernel": "system calls: receive, send, wait",
@@ -44,7 +44,7 @@ def run(plan: Plan) -> int:
         slots = min(cli_bench.SLOTS_MOST, plan.in_flight)
         command = cli_bench.serve_command(plan, slots, directory)
         at = command.index("dataplane")
-        command[at : at + 1] = ["dataplane.sampler", str(out)]
+        command[at : at + 1] = ["dataplane.cli.sampler", str(out)]
         with ChildDaemon(command) as daemon:
             ready = daemon.wait_ready()
             server = Server(parse_address(ready.quic), read_ca(ready.ca))

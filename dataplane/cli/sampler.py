@@ -1,4 +1,4 @@
-"""A sampling profiler that runs a command in its own process: `python -m dataplane.sampler OUT
+"""A sampling profiler that runs a command in its own process: `python -m dataplane.cli.sampler OUT
 COMMAND...`.
 
 The kernel's profiling timer (ITIMER_PROF) counts CPU time, its own and the interpreter's; each time
@@ -101,7 +101,7 @@ def stage_of(filename: str, function: str) -> str | None:
 def main(arguments: list[str]) -> int:
     """Run a command of the package under the sampler."""
     out, *command = arguments
-    from dataplane.cli import main as run
+    from dataplane.cli.main import main as run
 
     sampler = Sampler()
     sampler.start()
