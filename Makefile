@@ -12,12 +12,13 @@ C_FILES := $(wildcard native/*.[ch] native/*/*.[ch] native/*/*.cu native/*/*.cuh
 # A change to any of these, a header included, builds anew.
 SOURCES := pyproject.toml setup.py $(shell find native -type f ! -name '*.pyc')
 
-.PHONY: help check build run test lint tsan bench bench-check clean
+.PHONY: help check build run test test-slow lint tsan bench bench-check clean
 
 help:
 	@echo "make build   make $(VENV) and install dataplane in it, with its C module"
 	@echo "make run     build, fetch the small model and ask it one question"
 	@echo "make test    build, fetch the small model and run the tests"
+	@echo "make test-slow    the tests that take longer: races over minutes, real time-outs, benches"
 	@echo "make lint    ruff, mypy and clang-format: says what is amiss, changes nothing"
 	@echo "make tsan    C tests under ThreadSanitizer, AddressSanitizer and UBSan, and the mutants"
 	@echo "make bench   measure against what one would use instead, in under ten minutes; BENCH=full"
@@ -82,7 +83,11 @@ run: build
 test: build
 	@echo "Fetching the small model, unless it is here (about 100 MB) ..."
 	@$(BIN)/dataplane model install
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: build
+	@$(BIN)/dataplane model install
+	@$(BIN)/python -m pytest -m slow
 
 lint: build
 	@$(BIN)/ruff check

@@ -29,7 +29,12 @@ BUFFER_LIMIT = 4 << 20
 
 
 class StreamFront(Protocol):
-    """What a connection tells a front (`dataplane.fronts`)."""
+    """What a connection tells a front (`dataplane.fronts`).
+
+    `NO_ERROR` is the code with which the protocol closes a connection in peace.
+    """
+
+    NO_ERROR: int
 
     def opened(self, connection: Any) -> None: ...
     def stream_data(
@@ -62,6 +67,7 @@ class Connection:
         established: Whether the handshake is complete.
         stopped: Streams that the peer stopped before their request came; what comes is not read.
         gone: Whether it is over for the front: what it held was given back.
+        over: Whether the listener forgot it and nothing may be asked of it any more.
         dirty: Whether it waits to transmit in this pass.
         timer_at: The earliest entry of it in the listener's timer heap.
     """
@@ -69,7 +75,8 @@ class Connection:
     # fmt: off
     __slots__ = (
         "_buffered", "_events", "_owner", "_unread", "cids", "dirty", "ended", "established",
-        "extra", "front", "gone", "quic", "socket", "stopped", "streams", "timer_at", "writing",
+        "extra", "front", "gone", "over", "quic", "socket", "stopped", "streams", "timer_at",
+        "writing",
     )
     # fmt: on
 
@@ -81,7 +88,7 @@ class Connection:
         self.cids: set[bytes] = set()
         self.stopped: set[int] = set()
         self.writing = 0
-        self.established = self.gone = self.ended = self.dirty = False
+        self.established = self.gone = self.ended = self.over = self.dirty = False
         self.timer_at: float | None = None
         self.extra: Any = None
         self._owner = owner
@@ -173,6 +180,8 @@ class Connection:
 
     def send(self, stream_id: int, data: bytes, fin: bool) -> None:
         """Queue stream data; it is dropped when the peer stopped this stream meanwhile."""
+        if self.over:
+            return
         try:
             self.quic.send_stream_data(stream_id, data, fin)
         except RuntimeError:
@@ -190,6 +199,8 @@ class Connection:
 
     def reset(self, stream_id: int, code: int) -> None:
         """Break off what is sent on a stream."""
+        if self.over:
+            return
         try:
             self.quic.reset_stream(stream_id, code)
         except Exception as error:
@@ -198,6 +209,8 @@ class Connection:
 
     def stop(self, stream_id: int, code: int) -> None:
         """Ask the peer to stop sending on a stream."""
+        if self.over:
+            return
         try:
             self.quic.stop_stream(stream_id, code)
         except ValueError:
@@ -209,10 +222,27 @@ class Connection:
 
         The running sum only grows, so the true figure is counted when the sum passes the limit.
         """
-        if self._buffered <= BUFFER_LIMIT:
+        if self._buffered <= BUFFER_LIMIT or self.over:
             return False
         self._buffered = private.buffered(self.quic)
         return self._buffered > BUFFER_LIMIT
+
+    def has_unread(self) -> bool:
+        """Whether bytes of answers wait for the peer to acknowledge them."""
+        return not self.gone and bool(self._buffered) and bool(private.acknowledged(self.quic))
+
+    def dismantle(self) -> None:
+        """Cut what ties a connection that is over to itself.
+
+        aioquic's objects refer to each other in circles, and timers that lie ahead still refer to
+        this one: without this its memory would wait for them and for a full collection.
+        """
+        self.over = True
+        self.extra = self.front = None
+        self.streams.clear()
+        self.stopped.clear()
+        self._unread = {}
+        private.dismantle(self.quic)
 
     def stalled(self, now: float, patience: float) -> list[int]:
         """Return the streams whose reader took nothing for `patience` seconds.
@@ -220,7 +250,7 @@ class Connection:
         Looked at about once a second. A peer that answers pings but takes no data would otherwise
         keep its answers here for as long as it likes.
         """
-        if not self._buffered:
+        if not self._buffered or self.over:
             return []
         waiting = private.acknowledged(self.quic)
         if not waiting:
@@ -241,6 +271,8 @@ class Connection:
 
     def close(self, code: int, reason: str) -> None:
         """Close in order: the peer is told."""
+        if self.over:
+            return
         self._leave()
         self.quic.close(error_code=code, reason_phrase=reason)
         self._owner.touched(self)
@@ -263,6 +295,8 @@ class Connection:
 
     def transmit(self, now: float, queue: Callable[[bytes, bytes], None]) -> float | None:
         """Hand every datagram that is due to `queue`; return when the timer is due."""
+        if self.over:
+            return None
         try:
             if not self.established and private.is_untouched(self.quic):
                 self.ended = True  # Its first datagram could not be decrypted: nobody is there.

@@ -204,14 +204,18 @@ class Daemon:
         self._ending.set()
 
     async def _drain(self) -> None:
-        """Take nothing new, let what is in flight finish up to the time-out."""
+        """Take nothing new; let what is in flight finish, and be read, up to the time-out."""
         self.draining = self.ingress.draining = True
         self.listener.drain()
         if self.stats.in_flight:
             _log.info("draining: %d requests are in flight", self.stats.in_flight)
         loop = asyncio.get_running_loop()
         until = loop.time() + self.config.drain_timeout
-        while self.stats.in_flight and loop.time() < until and not self._now.is_set():
+        while (
+            (self.stats.in_flight or self.listener.has_unread())
+            and loop.time() < until
+            and not self._now.is_set()
+        ):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._now.wait(), _DRAIN_LOOK_S)
 
@@ -244,12 +248,12 @@ def _text_model(attachment: Attachment) -> TextModel:
 def _settle_collector() -> None:
     """Keep the garbage collector off the packet loop's way.
 
-    What start-up made is not looked at again. What a request makes is freed by reference counts;
-    the few cycles of a connection's end can wait for a rarer pass.
+    What start-up made is not looked at again. What a request makes is freed by reference counts,
+    and so is a connection (`Connection.dismantle`): rare passes are for what is left.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 50, 100)
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _address(host: str, port: int) -> str:

@@ -179,10 +179,15 @@ class Listener:
                 connection.front.drain(connection)
         self.finish_pass()
 
+    def has_unread(self) -> bool:
+        """Whether bytes of answers wait for a peer to acknowledge them."""
+        return any(connection.has_unread() for connection in self.connections)
+
     def close_all(self, code: int, reason: str) -> None:
         """Close every connection and send that."""
         for connection in list(self.connections):
-            connection.close(code, reason)
+            front = connection.front
+            connection.close(front.NO_ERROR if front and not code else code, reason)
         self.finish_pass()
 
     # The pass.
@@ -337,12 +342,15 @@ class Listener:
 
     def _forget(self, connection: Connection) -> None:
         """Drop every trace; costs what this connection's own identifiers cost."""
+        if connection not in self.connections:
+            return
         self.connections.discard(connection)
         self._stats.connections = len(self.connections)
         for cid in connection.cids:
             self._by_cid.pop(cid, None)
         connection.cids.clear()
         connection.timer_at = None
+        connection.dismantle()
 
     # Time.
 
@@ -407,7 +415,9 @@ class Listener:
 
     def _end_slow_handshakes(self, now: float) -> None:
         half_open = self._half_open
-        while half_open and (half_open[0][0] <= now or half_open[0][1].established):
+        while half_open and (
+            half_open[0][0] <= now or half_open[0][1].established or half_open[0][1].ended
+        ):
             _, connection = half_open.popleft()
             if not connection.established and not connection.ended:
                 connection.abandon(QuicErrorCode.CONNECTION_REFUSED, "the handshake took too long")

@@ -95,6 +95,13 @@ def nothing_sent(quic: QuicConnection, stream_id: int) -> bool:
     return stream is not None and stream.sender._buffer_stop == 0
 
 
+def dismantle(quic: QuicConnection) -> None:
+    """Empty a connection that is over; nothing may be asked of it any more."""
+    for part in (getattr(quic, "tls", None), getattr(quic, "_loss", None), quic):
+        if part is not None:
+            vars(part).clear()
+
+
 def is_blocked(quic: QuicConnection, stream_id: int) -> bool | None:
     """Whether a stream waits for the peer to allow more streams; None: no such stream."""
     stream = quic._streams.get(stream_id)

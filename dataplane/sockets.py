@@ -21,11 +21,7 @@ def bind(flag: str, host: str, port: int, kind: socket.SocketKind) -> list[socke
     Raises:
         UsageError: The host does not resolve, or the port is taken or not allowed.
     """
-    try:
-        found = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise UsageError(f"{flag}: {host} does not resolve: {error.strerror}") from error
-    addresses = sorted({(family, str(address[0])) for family, _, _, _, address in found})
+    addresses = _addresses(flag, host, kind)
     for _ in range(_TRIES):
         bound: list[socket.socket] = []
         try:
@@ -41,6 +37,29 @@ def bind(flag: str, host: str, port: int, kind: socket.SocketKind) -> list[socke
                     f"{flag}: {host}:{port} cannot be used: {error.strerror}"
                 ) from error
     raise UsageError(f"{flag}: no free port that every address of {host} can have")
+
+
+def _addresses(flag: str, host: str, kind: socket.SocketKind) -> list[tuple[int, str]]:
+    """Return a host's addresses by family, IPv4 first."""
+    if host == "localhost":
+        # Both loopback addresses, whatever /etc/hosts says (RFC 6761 section 6.3): browsers try
+        # the IPv6 one first.
+        loopback: list[tuple[int, str]] = [(socket.AF_INET, "127.0.0.1")]
+        return [*loopback, (socket.AF_INET6, "::1")] if _has_ipv6() else loopback
+    try:
+        found = socket.getaddrinfo(host, 0, type=kind, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise UsageError(f"{flag}: {host} does not resolve: {error.strerror}") from error
+    return sorted({(int(family), str(address[0])) for family, _, _, _, address in found})
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def _bind_one(family: int, kind: socket.SocketKind, address: str, port: int) -> socket.socket:
