@@ -60,7 +60,11 @@ class Attachment:
         self.pid = pid
         self.ready = False
         self.doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.output = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self.output = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            os.close(self.doorbell)
+            raise
         region.native.doorbell = self.doorbell
         region.native.outputs[0] = self.output
         self._started = time.monotonic()
@@ -221,6 +225,8 @@ class AttachServer:
     def _check(self, line: bytes) -> Manifest:
         """Read a manifest and hold it against what this daemon has."""
         manifest = decode_manifest(line)
+        if manifest.partition != "default":
+            raise AttachError(f"there is no partition {manifest.partition!r}, only 'default'")
         if self._admitting:
             raise AttachError(f"partition {manifest.partition!r} is getting a runtime already")
         if self.current is not None:
@@ -228,8 +234,6 @@ class AttachServer:
                 f"partition {manifest.partition!r} has a runtime already"
                 f" (attachment {self.current.number}, process {self.current.pid})"
             )
-        if manifest.partition != "default":
-            raise AttachError(f"there is no partition {manifest.partition!r}, only 'default'")
         if manifest.table != "host":
             raise AttachError('this daemon has no device table: attach with "table": "host"')
         return manifest
@@ -249,8 +253,8 @@ class AttachServer:
         self.current = Attachment(self._number, manifest, region, tokenizer, pid)
         self._announced = False
         _log.info(
-            "runtime %s attached (process %d): %d slots x %d tokens, %.1f MiB",
-            manifest.model, pid, manifest.slots, manifest.context, region.bytes / 2**20,
+            "runtime %s attached (process %d): %d slots x %d tokens, %d KiB",
+            manifest.model, pid, manifest.slots, manifest.context, region.bytes >> 10,
         )  # fmt: skip
         return self.current
 
@@ -273,6 +277,9 @@ class AttachServer:
                     why = "the runtime closed the attachment"
                 if why is not None:
                     self.drop(why)
+        except Exception as error:  # of a callback: the next runtime must not find the place taken
+            _log.error("following attachment %d failed: %s", attachment.number, error)
+            self.drop(f"the daemon failed on it: {error}")
         finally:
             loop.remove_reader(connection)
             connection.close()

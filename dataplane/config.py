@@ -12,6 +12,7 @@ what there is; everything below only walks it. The rules that hold here:
 import argparse
 import difflib
 import ipaddress
+import logging
 import os
 import re
 import tomllib
@@ -25,6 +26,9 @@ from dataplane.errors import UsageError
 Address = tuple[str, int]
 
 ENV_PREFIX = "DATAPLANE_"
+# What Kubernetes sets in every pod beside a Service named dataplane.
+_ORCHESTRATED = re.compile(r"DATAPLANE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w+)?)")
+_log = logging.getLogger("dataplane.config")
 RUNTIMES = ("none", "null", "echo", "smollm2")
 SOCKET_NAME = "runtime.sock"
 
@@ -254,13 +258,6 @@ class ServeConfig:
     max_connections: int
     max_writing: int | None
 
-    def writing_cap(self, slots: int) -> int:
-        """How many of `slots` one connection may hold in WRITING."""
-        return self.max_writing if self.max_writing is not None else (slots + 1) // 2
-
-
-# ---------------------------------------------------------------- reading the sources
-
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(BY_NAME)) -> None:
     """Give `parser` the flags of these settings. Their values stay text until they are loaded."""
@@ -328,7 +325,10 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith(ENV_PREFIX):
             continue
         if variable not in known:
-            raise UsageError(f"{variable}: there is no such setting{_suggest(variable, known)}")
+            # Not an error: an orchestrator makes variables of its own from a service's name.
+            if not _ORCHESTRATED.fullmatch(variable):
+                _log.warning("%s: there is no such setting%s", variable, _suggest(variable, known))
+            continue
         values[known[variable].name] = known[variable].parse(variable, text, Path.cwd())
     return values
 

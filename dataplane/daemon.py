@@ -102,7 +102,7 @@ class Daemon:
             self.ingress.detach("the runtime is gone; another one is expected")
             self.listener.finish_pass()
         if self.supervisor:
-            self.supervisor.lost()
+            self.supervisor.lost(attachment.pid)
 
     def _broken(self, rule: str) -> None:
         """Egress read something that the contract forbids: end the attachment after this pass."""
@@ -218,6 +218,8 @@ class Daemon:
         ):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._now.wait(), _DRAIN_LOOK_S)
+        if self.stats.in_flight or self.listener.has_unread():
+            _log.warning("%d requests in flight are broken off", self.stats.in_flight)
 
     async def _stop(self, sockets: list[socket.socket]) -> None:
         self.ingress.draining = True

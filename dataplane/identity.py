@@ -115,10 +115,13 @@ def make_state_dir(path: Path) -> None:
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = path.stat().st_mode
+        status = path.stat()
+        mode = status.st_mode
     except OSError as error:
         reason = "it is no directory" if path.is_file() else error.strerror or str(error)
         raise UsageError(f"--state-dir {path}: it cannot be made: {reason}") from error
+    if status.st_uid != os.geteuid():
+        raise UsageError(f"--state-dir {path}: it belongs to user {status.st_uid}, not to this one")
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
             f"--state-dir {path}: others may write there and so replace keys; run: chmod 700 {path}"

@@ -9,6 +9,7 @@ dropped.
 
 import os
 import secrets
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,25 @@ def region_bytes(manifest: Manifest) -> int:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that the kernel says can be had without swapping, or None if it does not."""
+    """Return the bytes that can be had without swapping, in this control group; None: not known."""
+    found = [free for free in (_memory_of_machine(), _memory_of_group()) if free is not None]
+    return min(found, default=None)
+
+
+def _memory_of_group() -> int | None:
+    """Return what a control group's limit leaves (cgroup v2), as in a container."""
+    try:
+        with open("/proc/self/cgroup", encoding="ascii") as lines:
+            group = next(line[3:].strip() for line in lines if line.startswith("0::"))
+        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        return None if limit == "max" else max(0, int(limit) - used)
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def _memory_of_machine() -> int | None:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

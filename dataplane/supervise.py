@@ -41,9 +41,9 @@ class Supervisor:
         self._was_ready = True
         self._backoff = BACKOFF_FIRST_S
 
-    def lost(self) -> None:
-        """Its attachment was dropped: it should end by itself, and is ended if it hangs."""
-        if self._process is not None:
+    def lost(self, pid: int) -> None:
+        """The attachment of process `pid` was dropped: if it is the child, it has to end."""
+        if self._process is not None and self._process.pid == pid:
             asyncio.get_running_loop().call_later(END_WITHIN_S, _kill, self._process)
 
     async def _run(self) -> None:

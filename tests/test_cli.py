@@ -211,8 +211,8 @@ def test_ids_may_come_from_a_file(
     assert main(["client", "--server", daemon.address, "--ids-file", str(file)]) == 0
     assert daemon.streams[0].ids == [7, 8, 9]
     file.write_bytes(b"\xff\xfe")
-    assert main(["client", "--ids-file", str(file)]) == 2
-    assert main(["client", "--ids-file", str(tmp_path / "none")]) == 2
+    assert main(["client", "--ids-file", str(file)]) == 1
+    assert main(["client", "--ids-file", str(tmp_path / "none")]) == 1
     err = capsys.readouterr().err
     assert "it is no text" in err
     assert "it cannot be read: No such file" in err
@@ -259,9 +259,9 @@ def test_bad_usage_is_said_in_json_too(
     capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     code, answer = run_json(capsys, *arguments)
-    assert code == 2
+    assert code == 1
     assert says in answer["error"]
-    assert main(["client", *arguments]) == 2
+    assert main(["client", *arguments]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("dataplane: ")

@@ -191,9 +191,24 @@ def test_a_file_that_is_no_text_or_not_there_is_refused(
     assert "directory" in refusal({"config": str(tmp_path)}, environ)
 
 
-def test_a_variable_that_names_no_setting_is_refused(environ: dict[str, str]) -> None:
-    message = refusal({}, {**environ, "DATAPLANE_SLOT": "4"})
-    assert message == "DATAPLANE_SLOT: there is no such setting; did you mean DATAPLANE_SLOTS?"
+def test_a_variable_that_names_no_setting_is_said(
+    environ: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load({}, {**environ, "DATAPLANE_SLOT": "4"})
+    assert config == load({}, environ)
+    assert caplog.messages == [
+        "DATAPLANE_SLOT: there is no such setting; did you mean DATAPLANE_SLOTS?"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_QUIC", "PORT", "PORT_4433_UDP_ADDR"]
+)
+def test_variables_of_an_orchestrator_are_nobodys_mistake(
+    environ: dict[str, str], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    load({}, {**environ, f"DATAPLANE_{name}": "tcp://10.0.0.1:4433"})
+    assert not caplog.messages
 
 
 def test_certificate_and_key_come_together(environ: dict[str, str]) -> None:
@@ -220,8 +235,3 @@ def test_addresses_are_read_and_written_alike() -> None:
         assert format_address(parse_address(text)) == text
     with pytest.raises(ValueError, match="from 1 to 65535"):
         parse_address("localhost:0", lowest_port=1)
-
-
-def test_a_connection_may_fill_half_the_slots_unless_told(environ: dict[str, str]) -> None:
-    assert [load({}, environ).writing_cap(slots) for slots in (1, 2, 3, 8)] == [1, 1, 2, 4]
-    assert load({"max_writing": "3"}, environ).writing_cap(8) == 3

@@ -1,5 +1,6 @@
 """The bundled runtime's supervision, with scripts in the runtime's place."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -119,7 +120,9 @@ def test_what_hangs_after_its_attachment_is_killed_and_started_again(
         supervisor = was_ready_once()
         await until("it is up", (tmp_path / "up").exists)
         (tmp_path / "up").unlink()
-        supervisor.lost()
+        assert supervisor._process is not None
+        supervisor.lost(os.getpid())  # Another one's attachment: nobody is killed.
+        supervisor.lost(supervisor._process.pid)
         await until("another one is up", (tmp_path / "up").exists)
         await supervisor.stop()
 

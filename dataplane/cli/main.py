@@ -87,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DataplaneError as error:
         _print_json_failure(arguments, str(error))
         print(f"dataplane: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        # The client's exit status says what became of the question, and bad usage is "otherwise".
+        if arguments[:1] == ["client"] and isinstance(error, UsageError):
+            return 1
         return error.exit_code
     except KeyboardInterrupt:
         _print_json_failure(arguments, "interrupted")
