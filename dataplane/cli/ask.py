@@ -19,7 +19,7 @@ from dataplane.cli.prompts import IdText
 from dataplane.client import Client, connect
 from dataplane.client.answer import BaseAnswer
 from dataplane.client.h3 import Http3Client
-from dataplane.errors import BusyError, DataplaneError, Status, UnavailableError
+from dataplane.errors import BusyError, DataplaneError, Status, UnavailableError, UsageError
 from dataplane.text import TextStream
 
 _EXIT_OF_STATUS: dict[int, int] = {
@@ -39,6 +39,11 @@ STAGES = {
 
 
 # ---------------------------------------------------------------- asking
+
+
+def _exit_of(error: DataplaneError) -> int:
+    """Return the exit status: bad usage is no kind of its own to whoever asked a question."""
+    return 1 if isinstance(error, UsageError) else error.exit_code
 
 
 @dataclass(slots=True)
@@ -80,7 +85,7 @@ class Outcome:
 
 def failure(error: DataplaneError) -> Outcome:
     """The outcome of a request that never was one."""
-    return Outcome(error=str(error), exit_code=error.exit_code)
+    return Outcome(error=str(error), exit_code=_exit_of(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +209,7 @@ def _outcome(answer: BaseAnswer, text: str | None, error: DataplaneError | None)
     )
     if status == Status.OK:
         outcome.token_ids = answer.token_ids
-        outcome.exit_code = error.exit_code if error else 0
+        outcome.exit_code = _exit_of(error) if error else 0
         outcome.error = str(error) if error else None
         return outcome
     outcome.exit_code = 1 if status is None else _EXIT_OF_STATUS.get(status, 1)

@@ -12,6 +12,7 @@ The rules that hold here:
 import argparse
 import asyncio
 import io
+import logging
 import os
 import signal
 import sys
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
+    # What ends a connection is said in our own words; aioquic's would stand before them.
+    logging.getLogger("quic").setLevel(logging.CRITICAL)
     try:
         return _run(arguments)
     except DataplaneError as error:
