@@ -50,6 +50,7 @@ def run(plan: Plan) -> int:
             server = Server(parse_address(ready.quic), read_ca(ready.ca))
             os.kill(daemon.pid, signal.SIGUSR1)  # what start-up cost is not asked for
             outcome, cpu_us = cli_bench.measure(plan, Target(server, ready.admin, ready.context))
+            os.kill(daemon.pid, signal.SIGUSR2)
             latencies = _latencies(ready.admin)
         if not out.exists():
             raise UnavailableError("the daemon ended without its samples")
@@ -101,11 +102,12 @@ def _show(document: dict[str, Any]) -> None:
     table.add_column("stage")
     table.add_column("share", justify="right")
     table.add_column("µs a request", justify="right")
-    table.add_column("what it is", style="dim")
+    table.add_column("", min_width=20)
+    table.add_column("what it is", style="dim", no_wrap=True)
     for stage, row in document["stages"].items():
-        bar = "█" * round(row["share"] * 40)
+        bar = "█" * round(row["share"] * 20)
         table.add_row(
-            stage, f"{row['share']:.1%}", f"{row['us_per_request']:.1f}", f"{_MEANING[stage]} {bar}"
+            stage, f"{row['share']:.1%}", f"{row['us_per_request']:.1f}", bar, _MEANING[stage]
         )
     console.print(table)
     print(
@@ -113,5 +115,7 @@ def _show(document: dict[str, Any]) -> None:
         f" samples; {document['system_share']:.0%} of the time was the kernel's"
     )
     for name, times in document["latency_us"].items():
+        if not times["max"]:
+            continue  # The null runtime picks nothing up.
         shown = ", ".join(f"{quantile} {time}" for quantile, time in times.items())
         print(f"{name:8} {shown} µs")

@@ -65,7 +65,8 @@ class Sampler:
         signal.signal(signal.SIGPROF, self._sample)
         signal.setitimer(signal.ITIMER_PROF, INTERVAL_S, INTERVAL_S)
 
-    def stop(self) -> None:
+    def stop(self, number: int = 0, frame: FrameType | None = None) -> None:
+        """End it (SIGUSR2): before the event loop closes, which a signal would disturb."""
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(signal.SIGPROF, signal.SIG_IGN)
 
@@ -106,6 +107,7 @@ def main(arguments: list[str]) -> int:
     sampler = Sampler()
     sampler.start()
     signal.signal(signal.SIGUSR1, sampler.reset)
+    signal.signal(signal.SIGUSR2, sampler.stop)
     try:
         return run(command)
     finally:
