@@ -18,12 +18,14 @@ import stat
 import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dataplane._native import lib
 from dataplane.errors import AttachError
+from dataplane.locks import locked
 from dataplane.manifest import ABI, LINE_MAX, Manifest, decode_manifest
 from dataplane.region import Region, create_region, region_bytes
 
@@ -138,6 +140,7 @@ class AttachServer:
         self._admitting = False
         self._number = 0
         self._socket: socket.socket | None = None
+        self._inode = 0
         self._runtime: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -148,6 +151,7 @@ class AttachServer:
             AttachError: Another daemon listens there, or the path cannot be used.
         """
         self._socket = listen_unix(self.path)
+        self._inode = os.stat(self.path).st_ino
         self._spawn(self._accept())
 
     def _spawn(self, work: Any) -> None:
@@ -164,7 +168,9 @@ class AttachServer:
         if self._socket:
             self._socket.close()
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
+                # Somebody may have removed it, and another daemon made its own there.
+                if os.stat(self.path).st_ino == self._inode:
+                    os.unlink(self.path)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -316,24 +322,17 @@ def _settle(future: "asyncio.Future[None]") -> None:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """Bind a Unix socket of mode 0600, taking the place of one that nobody listens on any more."""
+    """Bind a Unix socket of mode 0600, taking the place of one that nobody listens on any more.
+
+    Under the directory's lock: of two daemons that start at once, the second must not take the
+    first's socket, bound and not yet listening, for a stale one.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     old = os.umask(0o177)
     try:
-        try:
-            sock.bind(path)
-        except OSError as error:
-            if not _is_socket(path):
-                raise _unusable(path, error) from error
-            if not _is_stale(path):
-                raise AttachError(
-                    f"--socket: another daemon listens at {path}: end it, or give this one"
-                    " another --socket"
-                ) from error
-            os.unlink(path)
-            sock.bind(path)
-        sock.listen(8)
+        with locked(Path(path).parent):
+            _bind_unix(sock, path)
     except OSError as error:
         sock.close()
         raise _unusable(path, error) from error
@@ -343,6 +342,22 @@ def listen_unix(path: str) -> socket.socket:
     finally:
         os.umask(old)
     return sock
+
+
+def _bind_unix(sock: socket.socket, path: str) -> None:
+    try:
+        sock.bind(path)
+    except OSError as error:
+        if not _is_socket(path):
+            raise
+        if not _is_stale(path):
+            raise AttachError(
+                f"--socket: another daemon listens at {path}: end it, or give this one"
+                " another --socket"
+            ) from error
+        os.unlink(path)
+        sock.bind(path)
+    sock.listen(8)
 
 
 def _unusable(path: str, error: OSError) -> AttachError:

@@ -13,13 +13,11 @@ again. The rules that hold here:
 - What is found is not trusted to be whole: a set that does not fit together is made anew.
 """
 
-import contextlib
 import datetime
-import fcntl
 import ipaddress
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dataplane.errors import UsageError
+from dataplane.locks import locked
 
 CA_CERT = "ca.pem"
 CA_KEY = "ca.key"
@@ -95,7 +94,7 @@ def load_identity(
         return Identity(cert, key, cert)
     try:
         make_state_dir(state_dir)
-        with _locked(state_dir):
+        with locked(state_dir):
             _ensure(state_dir, _host_name(listen_host), moment)
     except OSError as error:
         raise UsageError(
@@ -126,17 +125,6 @@ def make_state_dir(path: Path) -> None:
         raise UsageError(
             f"--state-dir {path}: others may write there and so replace keys; run: chmod 700 {path}"
         )
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-        os.fsync(fd)
-    finally:
-        os.close(fd)  # which unlocks
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:

@@ -99,13 +99,13 @@ def _latencies(admin: Address) -> dict[str, Any]:
 def _show(document: dict[str, Any]) -> None:
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
-    table.add_column("stage")
-    table.add_column("share", justify="right")
-    table.add_column("µs a request", justify="right")
-    table.add_column("", min_width=20)
+    table.add_column("stage", no_wrap=True, min_width=11)
+    table.add_column("share", justify="right", no_wrap=True, min_width=5)
+    table.add_column("µs", justify="right", no_wrap=True, min_width=5)
+    table.add_column("", min_width=14, no_wrap=True)
     table.add_column("what it is", style="dim", no_wrap=True)
     for stage, row in document["stages"].items():
-        bar = "█" * round(row["share"] * 20)
+        bar = "█" * round(row["share"] * 14)
         table.add_row(
             stage, f"{row['share']:.1%}", f"{row['us_per_request']:.1f}", bar, _MEANING[stage]
         )
