@@ -13,18 +13,18 @@ rules that follow:
 """
 
 import asyncio
-import re
 import secrets
 import socket
 import time
+from collections import deque
 from email.utils import formatdate
 from enum import Enum, auto
 from functools import lru_cache
-from http import HTTPStatus
 
 import h11
 
 from dataplane.errors import Status
+from dataplane.http_names import TITLES, VISIBLE_ID
 from dataplane.pages import Page, Pages, problem
 from dataplane.sockets import bind
 
@@ -39,7 +39,6 @@ HEADER_BYTES = 16 << 10
 _TICK_S = 0.5
 _PIECE = 128 << 10
 _WRITE_BUFFER = 64 << 10
-_VISIBLE_ID = re.compile(rb"[\x21-\x7e]{1,64}")
 _TOO_LARGE = f"the request's header is over {HEADER_BYTES} bytes"
 
 
@@ -82,6 +81,8 @@ class AdminServer:
         self._max_clients = max_clients
         self.clients: dict[Client, None] = {}
         self._servers: list[asyncio.Server] = []
+        self._waiting: deque[Client] = deque()
+        self._taking_turns = False
         self._tick_s = min(_TICK_S, request_within / 4)
         self._ticking: asyncio.TimerHandle | None = None
 
@@ -128,6 +129,19 @@ class AdminServer:
     def left(self, client: "Client") -> None:
         self.clients.pop(client, None)
 
+    def plan(self, client: "Client") -> None:
+        """Give a client a turn: one client, so one page, for each turn of the loop."""
+        self._waiting.append(client)
+        if not self._taking_turns:
+            self._taking_turns = True
+            asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._waiting.popleft().go_on()
+        self._taking_turns = bool(self._waiting)
+        if self._taking_turns:
+            asyncio.get_running_loop().call_soon(self._take_turn)
+
     def _tick(self) -> None:
         """Look for late clients, and at the slots: their ages are as exact as that."""
         self.pages.look()
@@ -152,7 +166,6 @@ class Client(asyncio.Protocol):
         self._rest = memoryview(b"")  # of the answer that is going out
         self._full = False
         self._planned = False
-        self._loop = asyncio.get_running_loop()
 
     # What asyncio calls.
 
@@ -171,7 +184,7 @@ class Client(asyncio.Protocol):
         if self.phase is Phase.IDLE:
             self._enter(Phase.REQUEST)
         self._http.receive_data(data)
-        self._work()
+        self._plan()
 
     def eof_received(self) -> None:
         """The client has no more to ask. What it asked is answered: until then it is not read."""
@@ -220,13 +233,14 @@ class Client(asyncio.Protocol):
     # A turn's work.
 
     def _plan(self) -> None:
-        """Go on in the next turn of the loop, after the packets."""
+        """Go on in a later turn of the loop, after the packets."""
         if not self._planned:
             self._planned = True
             self._transport.pause_reading()
-            self._loop.call_soon(self._go_on)
+            self._server.plan(self)
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
+        """Have a turn."""
         self._planned = False
         if self._transport.is_closing():
             return
@@ -302,7 +316,7 @@ class Client(asyncio.Protocol):
         if close:
             headers.append(("connection", "close"))
         response = h11.Response(
-            status_code=page.status, headers=headers, reason=HTTPStatus(page.status).phrase
+            status_code=page.status, headers=headers, reason=TITLES[page.status]
         )
         data = self._http.send(response) or b""
         if not head:
@@ -341,7 +355,7 @@ class Client(asyncio.Protocol):
 def _request_id(request: h11.Request) -> str:
     """Return the client's own identifier if it is a visible one, else a new one (contract 4)."""
     for name, value in request.headers:
-        if name == b"x-request-id" and _VISIBLE_ID.fullmatch(value):
+        if name == b"x-request-id" and VISIBLE_ID.fullmatch(value):
             return value.decode("ascii")
     return secrets.token_hex(8)
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from aioquic.quic.configuration import QuicConfiguration
 
-from dataplane import prompt1
+from dataplane import http_names, prompt1
 from dataplane import quic as private
 from dataplane.admin import AdminServer
 from dataplane.attach import Attachment, AttachServer
 from dataplane.connection import StreamFront
 from dataplane.errors import DataplaneError, Refusal, ResetCode, Status
-from dataplane.fronts import generate
-from dataplane.fronts.generate import Generate, TextModel
+from dataplane.fronts.generate import Generate
 from dataplane.fronts.prompt1 import Prompt1
 from dataplane.identity import Identity, load_identity, make_state_dir
 from dataplane.ingress import DRAINING, Ingress
@@ -30,7 +29,6 @@ from dataplane.sockets import bind
 from dataplane.stats import Stats
 from dataplane.supervise import Supervisor
 from dataplane.table import HostTable
-from dataplane.text import Tokenizer, TokenizerError
 from dataplane.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -59,10 +57,11 @@ class Daemon:
         self.listener = Listener(
             self._transport,
             self.ingress,
-            {generate.ALPN: self.generate, prompt1.ALPN: Prompt1(self.ingress)},
+            {http_names.ALPN: self.generate, prompt1.ALPN: Prompt1(self.ingress)},
             config.max_connections,
             config.handshake_timeout,
         )
+        self.generate.finish_pass = self.listener.finish_pass
         self.ingress.egress.on_broken = self._broken
         self.supervisor: Supervisor | None = None
         self.draining = False
@@ -74,7 +73,7 @@ class Daemon:
     def _fronts(self, ingress: Ingress) -> dict[str, StreamFront]:
         """Return fronts like the daemon's own, for another ingress."""
         return {
-            generate.ALPN: Generate(ingress, self._pages),
+            http_names.ALPN: Generate(ingress, self._pages),
             prompt1.ALPN: Prompt1(ingress),
         }
 
@@ -88,12 +87,14 @@ class Daemon:
 
     def _attached(self, attachment: Attachment) -> None:
         table = HostTable(attachment.region)
-        self.generate.model = _text_model(attachment)
         self.ingress.attach(table)
         self.listener.watch_output(attachment.output)
         if self.supervisor:
             self.supervisor.ready()
-        self._serving.set()
+        # In a thread: it takes a third of a second. "ready" is said when text is served as well.
+        self.generate.use_text(
+            attachment.tokenizer, attachment.manifest.chat_template, self._serving.set
+        )
         _log.info("runtime %s is ready", attachment.manifest.model)
 
     def _dropped(self, attachment: Attachment, why: str) -> None:
@@ -234,17 +235,10 @@ class Daemon:
         await self.attachments.stop()
         if self.supervisor:
             await self.supervisor.stop()
-
-
-def _text_model(attachment: Attachment) -> TextModel:
-    """Return what the runtime knows of text; a tokeniser of no use is said and left out."""
-    tokenizer = None
-    if attachment.tokenizer is not None:
-        try:
-            tokenizer = Tokenizer(attachment.tokenizer)
-        except TokenizerError as error:
-            _log.warning("text requests will get 501: %s", error)
-    return TextModel(tokenizer, attachment.manifest.chat_template)
+        # From here on a further signal would end a process that is ending with another status.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _settle_collector() -> None:
@@ -284,7 +278,7 @@ def _transport(config: "ServeConfig", identity: Identity) -> QuicConfiguration:
     """The QUIC settings. No session tickets, so there is no 0-RTT (RFC 9001 section 9.2)."""
     transport = QuicConfiguration(
         is_client=False,
-        alpn_protocols=[generate.ALPN, prompt1.ALPN],
+        alpn_protocols=[http_names.ALPN, prompt1.ALPN],
         idle_timeout=config.idle_timeout,
     )
     transport.load_cert_chain(identity.cert, identity.key)

@@ -305,7 +305,7 @@ class Listener:
     def _accept(
         self, native: Sender, header: QuicHeader, path: bytes, now: float
     ) -> Connection | None:
-        full = len(self.connections) >= self._max_connections
+        full = len(self.connections) >= self._max_connections and self._is_full()
         if full or self.draining:
             reason = "too many connections" if full else "shutting down"
             assert header.version is not None
@@ -325,6 +325,14 @@ class Listener:
         self.cid_issued(connection, quic.host_cid)
         self._half_open.append((now + self._handshake_timeout, connection))
         return connection
+
+    def _is_full(self) -> bool:
+        """Whether as many connections as may be are alive; those that close are bounded apart."""
+        closing = sum(connection.gone for connection in self.connections)
+        return (
+            len(self.connections) - closing >= self._max_connections
+            or closing >= self._max_connections
+        )
 
     def cid_issued(self, connection: Connection, cid: bytes) -> None:
         connection.cids.add(cid)

@@ -123,12 +123,31 @@ def test_a_piece_is_sent_a_turn() -> None:
         client = Client(AdminServer(OnePage(lambda: body)))
         client.connection_made(transport)
         client.data_received(REQUEST)
+        assert transport.written == 0  # It waits for its turn.
+        await asyncio.sleep(0)
         turns, written = 0, 0
         while transport.written > written:
             assert transport.written - written <= (128 << 10) + 400
             turns, written = turns + 1, transport.written
             await asyncio.sleep(0)
         assert (turns, written > len(body)) == (8, True)
+
+    run(main())
+
+
+def test_many_clients_share_the_turns() -> None:
+    """Sixty that ask at once must not keep packets waiting for sixty pages."""
+
+    async def main() -> None:
+        server = AdminServer(OnePage(lambda: b"page"))
+        transports = [Recorder() for _ in range(60)]
+        for transport in transports:
+            client = Client(server)
+            client.connection_made(transport)
+            client.data_received(REQUEST)
+        for turn in range(1, 61):
+            await asyncio.sleep(0)
+            assert sum(transport.written > 0 for transport in transports) == turn
 
     run(main())
 
