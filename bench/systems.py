@@ -20,7 +20,8 @@ from bench.clients.http2 import Http2, header_block
 from bench.clients.quic import PeerH3Dialogue, QuicLoad, peer_h3_request
 from bench.clients.tcp import TcpLoad
 from bench.launch import Server, free_port, server
-from dataplane.load.wire import H3_ALPN, dialogues
+from dataplane.http_names import ALPN as H3_ALPN
+from dataplane.load.wire import dialogues
 
 SLOTS = 64
 AUTHORITY = "localhost"

@@ -243,9 +243,22 @@ class Http3:
         """Nothing more that comes on this stream is wanted. False: nothing more was awaited."""
         stream = self._streams.get(stream_id)
         if stream is None or stream is _DISCARDED:
+            self._heads.discard(stream_id)
             return False
         self._let_go(stream_id, stream, fin=False)
         return True
+
+    def forget(self, stream_id: int) -> None:
+        """Nothing more will be handed in of this stream. Not from within a call on the sink."""
+        self._heads.discard(stream_id)
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None:
+            self.buffered -= len(stream.held)
+
+    def awaits_header(self, stream_id: int) -> bool:
+        """Whether something of a message came, and not its whole header."""
+        stream = self._streams.get(stream_id)
+        return stream is not None and stream is not _DISCARDED and stream.state == _START
 
     def is_discarded(self, stream_id: int) -> bool:
         """Whether more may come on this stream, and is not wanted."""

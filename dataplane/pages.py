@@ -12,7 +12,6 @@ The rules here:
 import logging
 import time
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
 from itertools import repeat
 from typing import NamedTuple, Protocol
 from urllib.parse import parse_qs
@@ -21,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane import metrics
+from dataplane import http_names, metrics
 from dataplane._native import ffi, lib
 from dataplane.errors import Status
 from dataplane.latency import WINDOWS_S, Series
@@ -32,9 +31,9 @@ from dataplane.stats import Stats
 
 _log = logging.getLogger("dataplane.pages")
 
-JSON = "application/json"
+JSON = http_names.JSON.decode()
 TEXT = "text/plain; charset=utf-8"
-PROBLEM = "application/problem+json"
+PROBLEM = http_names.PROBLEM.decode()
 
 _UNKNOWN = len(State)
 _STATE_NAMES = [*(state.name for state in State), "UNKNOWN"]
@@ -112,7 +111,7 @@ def problem(status: int, detail: str, request_id: str | None = None) -> Page:
     """Return an error as contract 4 has it; `request_id` is left out when there is none."""
     document = {
         "type": "about:blank",
-        "title": HTTPStatus(status).phrase,
+        "title": http_names.TITLES[status],
         "status": int(status),
         "detail": detail,
     }

@@ -13,10 +13,13 @@ Why this is more than a call into `tokenizers`: a chat prompt mixes text that ma
 """
 
 import codecs
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import msgspec
 
 from dataplane.errors import DataplaneError
 
@@ -34,6 +37,10 @@ _REPLACEMENT = "\ufffd"
 # beginning: they are given out as they are, rather than held and decoded again for ever.
 _MOST_HELD = 16
 
+# Steps before the model that keep every byte of a text.
+_KEEPING = frozenset((b"Sequence", b"ByteLevel", b"Digits", b"Split"))
+_STEP_TYPE = re.compile(rb'"type":"([A-Za-z]+)"')
+
 _MISSING = "{} is not installed: `dataplane model install` or `pip install 'dataplane[smollm2]'`"
 
 
@@ -43,6 +50,12 @@ class TextError(DataplaneError):
 
 class TokenizerError(DataplaneError):
     """A tokenizer.json that cannot be used, or no library to use it with."""
+
+
+class _Document(msgspec.Struct):
+    """What of a tokenizer.json its library does not tell."""
+
+    pre_tokenizer: Any = None
 
 
 class TextStream(Protocol):
@@ -215,6 +228,8 @@ class Tokenizer:
             from tokenizers.decoders import ByteLevel
         except ImportError as error:
             raise TokenizerError(_MISSING.format("tokenizers")) from error
+        # One text at a time: no pool of threads for that.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             self._inner = Inner.from_buffer(document)
         except Exception as error:  # the library raises bare Exception
@@ -233,6 +248,34 @@ class Tokenizer:
         if isinstance(self._inner.decoder, ByteLevel):
             vocabulary = self._inner.get_vocab(with_added_tokens=True)
             self._bytes = _byte_table(vocabulary, self._control_ids)
+        self._longest = self._longest_token(document)
+
+    def _longest_token(self, document: bytes) -> int:
+        """Return how many bytes of text one id can stand for; 0 where nothing bounds that."""
+        table = self._bytes
+        # A normaliser or a split that removes text, an id for whatever is unknown, a token that
+        # swallows the space around it: with those a few ids may stand for any length of text.
+        if table is None or self._inner.normalizer is not None:
+            return 0
+        if len({value for value in table.values() if len(value) == 1}) < 256:
+            return 0
+        if any(t.lstrip or t.rstrip for t in self._inner.get_added_tokens_decoder().values()):
+            return 0
+        steps = msgspec.json.encode(msgspec.json.decode(document, type=_Document).pre_tokenizer)
+        if not _KEEPING.issuperset(_STEP_TYPE.findall(steps)) or b'"Removed"' in steps:
+            return 0
+        return max(map(len, (*table.values(), *(name.encode() for name in self._control))))
+
+    def _check_length(self, texts: Iterable[str], most: int | None) -> None:
+        """Refuse what is more than `most` ids however it is split, before it costs anything."""
+        if most is None or not self._longest:
+            return
+        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        if size > most * self._longest:
+            raise TextError(
+                f"the prompt has over {most} tokens, as its text of {size} bytes says;"
+                f" the context is {most}"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -240,22 +283,31 @@ class Tokenizer:
         size: int = self._inner.get_vocab_size(with_added_tokens=True)
         return size
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text: what looks like a control token in it is text as well."""
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of plain text: what looks like a control token in it is text as well.
+
+        Text that cannot be as few as `most` ids is refused before it is looked through.
+        """
+        self._check_length((text,), most)
         try:
-            ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+            # Of the two only this one lets other threads run.
+            ids: list[int] = self._inner.encode_batch([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError) as error:  # the one for the other, by version
             raise TextError("the text is no valid Unicode: it holds a lone surrogate") from error
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]], template: str) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, object]], template: str, most: int | None = None
+    ) -> list[int]:
         """Ids of a conversation, as the runtime's template lays it out."""
         checked = _checked(messages)
         there, back = self._veil.tables([template, *(content for _, content in checked)])
         veiled = [{"role": role, "content": content.translate(there)} for role, content in checked]
         rendered = _render(template, veiled)
+        rendered_plain = rendered.translate(back)
+        self._check_length((rendered_plain,), most)
         if not self._control:
-            return self.encode(rendered.translate(back))
+            return self.encode(rendered_plain)
         ids: list[int] = []
         # With one group in the pattern, texts and control tokens take turns.
         for place, part in enumerate(self._splitter.split(rendered)):

@@ -19,6 +19,7 @@ from aioquic.quic.events import HandshakeCompleted, StreamDataReceived
 from dataplane._native import ffi, lib
 from dataplane.connection import StreamFront
 from dataplane.http3 import Http3, data_frame_header
+from dataplane.http_names import ALPN, BINARY, GENERATE
 from dataplane.ingress import Ingress
 from dataplane.listener import Listener
 from dataplane.manifest import Manifest
@@ -106,8 +107,8 @@ def _h3_request() -> bytes:
         (b":method", b"POST"),
         (b":scheme", b"https"),
         (b":authority", b"localhost"),
-        (b":path", b"/v1/generate"),
-        (b"content-type", b"application/octet-stream"),
+        (b":path", GENERATE),
+        (b"content-type", BINARY),
         (b"content-length", b"%d" % len(_ids())),
     ]
     head = Http3(is_client=True).encode_headers(0, fields)
@@ -132,7 +133,7 @@ def warm_up(transport: QuicConfiguration, fronts: Fronts) -> None:
     listener.start([])
     try:
         for alpn in listener.fronts:
-            request = _h3_request() if alpn == "h3" else _raw_request()
+            request = _h3_request() if alpn == ALPN else _raw_request()
             warmer = _Warmer(listener, table, alpn)
             warmer.until(lambda warmer=warmer: warmer.up)  # type: ignore[misc]
             for number in range(REQUESTS):

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from daemon_process import DaemonProcess
-from h3_client import Answer
+from daemon_process import DaemonProcess, run
+from h3_client import Answer, h3_client
 from raw_runtime import Puppet
 
 from dataplane.runtime import Finish, Manifest, Taken, attach
@@ -40,7 +40,19 @@ def attached(
     with attach(daemon.socket, manifest, tokenizer) as runtime:
         runtime.ready()
         daemon.wait_for_status("ok")
+        if tokenizer is not None:
+            run(_until_text(daemon))
         yield Puppet(runtime)
+
+
+async def _until_text(daemon: DaemonProcess) -> None:
+    """Wait until the daemon has read the tokeniser: until then it says 503 to text."""
+    async with h3_client(daemon) as client:
+        for _ in range(1000):
+            if (await client.post_json({"prompt": ""}).answer()).status != 503:
+                return
+            await asyncio.sleep(0.01)
+    raise AssertionError("the tokeniser never came")
 
 
 async def take(runtime: Puppet, count: int = 1) -> list[Taken]:

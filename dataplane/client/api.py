@@ -31,11 +31,9 @@ from cryptography import x509
 
 from dataplane.client.answer import BaseAnswer, ResetError, Result
 from dataplane.client.h3 import Http3Client
-from dataplane.client.h3_link import ALPN as H3_ALPN
 from dataplane.client.h3_link import Http3Link
 from dataplane.client.link import AnyLink, Link, open_link
 from dataplane.client.wire import (
-    FINISH_WORDS,
     AnswerReader,
     encode_ids,
     encode_prompt,
@@ -43,6 +41,8 @@ from dataplane.client.wire import (
 )
 from dataplane.config import parse_address, state_dir_of
 from dataplane.errors import DataplaneError, Status, UnavailableError, UsageError
+from dataplane.http_names import ALPN as H3_ALPN
+from dataplane.http_names import FINISH_WORDS
 from dataplane.identity import CA_CERT
 from dataplane.prompt1 import ALPN, Request, Verdict
 

@@ -16,10 +16,6 @@ from dataplane import __version__
 from dataplane.client.answer import BaseAnswer
 from dataplane.client.h3_link import Http3Link
 from dataplane.client.http import (
-    BINARY,
-    EVENTS,
-    GENERATE,
-    JSON,
     Body,
     End,
     Head,
@@ -33,6 +29,7 @@ from dataplane.client.http import (
 from dataplane.client.wire import encode_ids
 from dataplane.errors import DataplaneError, Status, UnavailableError
 from dataplane.http3_fields import Fields, Pair
+from dataplane.http_names import BINARY, EVENTS, GENERATE, JSON
 from dataplane.prompt1 import ProtocolError, Request
 
 _USER_AGENT = (b"user-agent", f"dataplane/{__version__}".encode())

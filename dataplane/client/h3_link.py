@@ -19,8 +19,6 @@ from dataplane.http3 import Http3, data_frame_header
 from dataplane.http3_fields import Code, Data, Fields, Pair
 from dataplane.prompt1 import ProtocolError
 
-ALPN = "h3"
-
 
 class Consumer(Protocol):
     """Whoever asked, as the link sees them. What it raises of `DataplaneError` ends its stream."""
@@ -52,6 +50,7 @@ class Http3Link(Link):
         self.http3 = Http3(is_client=True)
         self._consumers: dict[int, Consumer] = {}
         self._goaway = False
+        self._receiving = -1
 
     def request(self, pairs: list[Pair], body: bytes, consumer: Consumer) -> int:
         """Send a whole request.
@@ -76,9 +75,18 @@ class Http3Link(Link):
         return stream_id
 
     def abandon(self, stream_id: int) -> None:
-        self.http3.discard(stream_id)
         self._consumers.pop(stream_id, None)
         super().abandon(stream_id)
+        if stream_id != self._receiving:  # else once the framing is through with it
+            self.http3.forget(stream_id)
+
+    def receive(self, stream_id: int, data: bytes, fin: bool) -> None:
+        """Hand a request's stream to the framing; what nobody waits for leaves nothing there."""
+        self._receiving = stream_id
+        self.http3.receive(stream_id, data, fin, self)
+        self._receiving = -1
+        if stream_id not in self._consumers:
+            self.http3.forget(stream_id)
 
     # -------------------------------------------------------- what the link tells
 
@@ -107,7 +115,7 @@ class Http3Link(Link):
             consumer.on_head(fields)
         except DataplaneError as error:
             return self._give_up(stream_id, error)
-        return True
+        return stream_id in self._consumers
 
     def on_data(self, stream_id: int, data: Data, start: int, end: int) -> bool:
         consumer = self._consumers.get(stream_id)
@@ -117,7 +125,7 @@ class Http3Link(Link):
             consumer.on_body(bytes(data[start:end]))
         except DataplaneError as error:
             return self._give_up(stream_id, error)
-        return True
+        return stream_id in self._consumers
 
     def on_end(self, stream_id: int) -> None:
         consumer = self._consumers.get(stream_id)
@@ -163,7 +171,7 @@ class _Stream:
         self.stream_id = -1
 
     def on_data(self, data: bytes, fin: bool) -> None:
-        self._link.http3.receive(self.stream_id, data, fin, self._link)
+        self._link.receive(self.stream_id, data, fin)
 
     def on_reset(self, code: int) -> None:
         self._link.http3.reset(self.stream_id, self._link)

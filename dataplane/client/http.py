@@ -15,19 +15,14 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from dataplane.client.wire import FINISH_WORDS, LONGEST_REASON, IdsReader
+from dataplane.client.wire import LONGEST_REASON, IdsReader
 from dataplane.errors import UsageError
 from dataplane.http3_fields import Fields, Pair
+from dataplane.http_names import BINARY, EVENTS, FINISH_WORDS, VISIBLE_ID
 from dataplane.prompt1 import ProtocolError, Request
-
-BINARY = b"application/octet-stream"
-JSON = b"application/json"
-EVENTS = b"text/event-stream"
-GENERATE = b"/v1/generate"
 
 _LONGEST_EVENT = 16 << 20
 _TIMING = re.compile(r"(queue|ingress);dur=([0-9]{1,12}(?:\.[0-9]{1,6})?)")
-_VISIBLE_ID = re.compile(r"[\x21-\x7e]{1,64}")
 # Fields of a `Request`, and the header fields that carry them.
 _IN_FIELDS = {
     "max_output": b"x-max-tokens",
@@ -63,7 +58,7 @@ def parameter_fields(request: Request, request_id: str | None) -> list[Pair]:
     if request.strict:
         fields.append((b"x-affinity-strict", b"1"))
     if request_id is not None:
-        if not _VISIBLE_ID.fullmatch(request_id):
+        if not VISIBLE_ID.fullmatch(request_id.encode("utf-8", "surrogatepass")):
             raise UsageError(
                 f"the request id {request_id!r} is not 1 to 64 visible ASCII characters"
             )

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from dataplane.errors import ResetCode, Status, UsageError
+from dataplane.http_names import FINISH_WORDS
 from dataplane.prompt1 import (
     END_MARK,
     HEADER_MAX,
@@ -27,8 +28,6 @@ from dataplane.prompt1 import (
     decode_verdict,
     encode_request,
 )
-
-FINISH_WORDS = {1: "stop", 2: "length", 3: "deadline"}
 
 _RESET_WORDS: dict[int, str] = {
     ResetCode.RUNTIME_LOST: "the runtime was lost",

@@ -8,6 +8,9 @@ problem document, never the connection.
 goes to the connection's `Session` (`dataplane.fronts.session`).
 """
 
+import asyncio
+import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dataplane.errors import Refusal, ResetCode, Status
@@ -21,9 +24,14 @@ from dataplane.ingress import Ingress
 from dataplane.pages import Pages
 from dataplane.text import TextError, Tokenizer, TokenizerError
 
-ALPN = "h3"
 _INTERNAL_ERROR = int(Code.INTERNAL_ERROR)
 _OK = int(Status.OK)
+_BUILDING_RETRY_MS = 1000
+_log = logging.getLogger("dataplane.generate")
+
+
+def _nothing() -> None:
+    """Where there is no listener to finish a pass."""
 
 
 class TextModel(NamedTuple):
@@ -31,19 +39,24 @@ class TextModel(NamedTuple):
 
     tokenizer: Tokenizer | None
     chat_template: str | None
+    building: bool = False  # the tokeniser comes, and is not there yet
 
-    def encode(self, body: Body) -> bytes | Refusal:
-        """Return a body's prompt as ids, u32 LE."""
+    def encode(self, body: Body, context: int) -> bytes | Refusal:
+        """Return a body's prompt as ids, u32 LE, of which `context` are plainly enough."""
         if body.token_ids is not None:
             return pack_ids(body.token_ids)
-        tokenizer, template = self
+        tokenizer, template, building = self
+        if building:
+            # Not 501: that says never, and a second try will do.
+            reason = "the runtime's tokeniser is being read: try again, or send token_ids"
+            return Refusal(Status.UNAVAILABLE, reason, _BUILDING_RETRY_MS)
         if tokenizer is None:
             return Refusal(
                 Status.NO_TOKENIZER, "the runtime has no tokeniser: send token_ids instead"
             )
         try:
             if body.prompt is not None:
-                return pack_ids(tokenizer.encode(body.prompt))
+                return pack_ids(tokenizer.encode(body.prompt, context))
             if template is None:
                 return Refusal(
                     Status.NO_TOKENIZER, "the runtime has no chat template: send prompt instead"
@@ -52,11 +65,20 @@ class TextModel(NamedTuple):
                 {"role": message.role, "content": message.content}
                 for message in body.messages or ()
             ]
-            return pack_ids(tokenizer.encode_chat(messages, template))
+            return pack_ids(tokenizer.encode_chat(messages, template, context))
         except TextError as error:
             return Refusal(Status.BAD_REQUEST, str(error))
         except TokenizerError as error:
             return Refusal(Status.NO_TOKENIZER, str(error))
+
+
+def _build(document: bytes, template: str | None) -> TextModel:
+    """Read a tokeniser; one of no use is said and left out."""
+    try:
+        return TextModel(Tokenizer(document), template)
+    except Exception as error:
+        _log.warning("text requests will get 501: %s", error)
+        return TextModel(None, template)
 
 
 class Generate:
@@ -64,13 +86,39 @@ class Generate:
 
     Attributes:
         model: The attached runtime's tokeniser and template.
+        finish_pass: Sends what a thread's end has led to; set by who owns the listener.
     """
+
+    NO_ERROR = int(Code.NO_ERROR)
 
     def __init__(self, ingress: Ingress, pages: Pages) -> None:
         self.ingress = ingress
         self.pages = pages
         self.model = TextModel(None, None)
         self.answers = ingress.stats.answers
+        self.finish_pass: Callable[[], None] = _nothing
+
+    def use_text(
+        self, document: bytes | None, template: str | None, done: Callable[[], None]
+    ) -> None:
+        """Read the attached runtime's tokeniser in a thread; `done` is called when text is served.
+
+        It takes a third of a second, in which ids are served and text is 503.
+        """
+        self.model = building = TextModel(None, template, document is not None)
+        if document is None:
+            done()
+            return
+
+        def built(future: asyncio.Future[TextModel]) -> None:
+            if future.cancelled() or self.model is not building:
+                return
+            failed = future.exception() is not None
+            self.model = TextModel(None, template) if failed else future.result()
+            done()
+
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(None, _build, document, template).add_done_callback(built)
 
     # What the peer did.
 
@@ -87,6 +135,8 @@ class Generate:
         session.at_ns = at_ns
         session.fin = fin
         session.http3.receive(stream_id, data, fin, session)
+        if not fin or session.headers:
+            session.watch_header(stream_id)
 
     def stream_reset(self, connection: Any, stream_id: int) -> None:
         """The peer gave up sending: an unfinished request is over."""
@@ -111,6 +161,7 @@ class Generate:
         for state in connection.streams.values():
             self.leave(state)
         connection.streams.clear()
+        connection.extra.forget_headers()
 
     def drain(self, connection: Any) -> None:
         """Tell the peer that new requests are not taken any more (RFC 9114 section 5.2)."""

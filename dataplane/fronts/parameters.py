@@ -13,11 +13,8 @@ import msgspec
 
 from dataplane.errors import Refusal, Status
 from dataplane.http3_fields import Fields
+from dataplane.http_names import BINARY, EVENTS, JSON
 from dataplane.prompt1 import TEMPERATURE_MAX, Request
-
-BINARY = b"application/octet-stream"
-JSON = b"application/json"
-EVENTS = b"text/event-stream"
 
 _U32_MAX = 2**32 - 1
 _DIGITS = re.compile(rb"[0-9]{1,10}")
@@ -46,7 +43,12 @@ def _bad(reason: str) -> Refusal:
 
 
 def json_limit(context: int) -> int:
-    """Return how long a JSON body may be for a runtime of this context, in bytes."""
+    """Return how long a JSON body may be for a runtime of this context, in bytes.
+
+    Without a runtime the context is 0: then only what no runtime takes is too long.
+    """
+    if not context:
+        return _JSON_MAX
     return min(_JSON_MAX, _JSON_BASE + _JSON_PER_ID * context)
 
 

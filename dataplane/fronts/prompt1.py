@@ -44,6 +44,8 @@ class _Header:
 class Prompt1:
     """The raw front of one listener."""
 
+    NO_ERROR = 0
+
     def __init__(self, ingress: Ingress) -> None:
         self._ingress = ingress
         self._answers = ingress.stats.answers
@@ -60,8 +62,9 @@ class Prompt1:
         state = connection.streams.get(stream_id)
         if state is None:
             if stream_id & _UNIDIRECTIONAL:
-                connection.streams[stream_id] = CLOSED
-                connection.stop(stream_id, 0)
+                if not fin:  # else nothing more comes of it
+                    connection.streams[stream_id] = CLOSED
+                    connection.stop(stream_id, 0)
                 return
             self._header(None, connection, stream_id, data, fin, at_ns)
         elif state.__class__ is Exchange:

@@ -12,34 +12,12 @@ import msgspec
 
 from dataplane.errors import Refusal, Status
 from dataplane.exchange import Exchange
-from dataplane.fronts.parameters import BINARY, EVENTS, JSON
 from dataplane.http3_fields import Pair
+from dataplane.http_names import BINARY, EVENTS, FINISH_WORDS, JSON, PROBLEM, TITLES
 from dataplane.prompt1 import encode_end
-from dataplane.slots import Finish
 from dataplane.text import Tokenizer
 
-FINISH_NAMES = {
-    int(Finish.STOP): "stop",
-    int(Finish.LENGTH): "length",
-    int(Finish.DEADLINE): "deadline",
-}
-PROBLEM = b"application/problem+json"
 _STATUS_OK = (b":status", b"200")
-TITLES = {
-    Status.BAD_REQUEST: "Bad Request",
-    Status.UNAUTHORIZED: "Unauthorized",
-    Status.FORBIDDEN: "Forbidden",
-    Status.NOT_FOUND: "Not Found",
-    Status.METHOD_NOT_ALLOWED: "Method Not Allowed",
-    Status.TIMEOUT: "Request Timeout",
-    Status.LENGTH_REQUIRED: "Length Required",
-    Status.TOO_LARGE: "Content Too Large",
-    Status.MEDIA_TYPE: "Unsupported Media Type",
-    Status.BUSY: "Too Many Requests",
-    Status.FIELDS_TOO_LARGE: "Request Header Fields Too Large",
-    Status.NO_TOKENIZER: "Not Implemented",
-    Status.UNAVAILABLE: "Service Unavailable",
-}
 
 
 class Reply(Protocol):
@@ -80,7 +58,7 @@ class Json:
     def __init__(self, request_id: bytes, tokenizer: Tokenizer | None) -> None:
         self.request_id = request_id
         self._tokenizer = tokenizer
-        self._ids = b""
+        self._ids = bytearray()
 
     def body(self, exchange: Exchange, ids: bytes, finish: int) -> bytes:
         self._ids += ids
@@ -130,7 +108,7 @@ def event(value: dict[str, Any]) -> bytes:
 def summary(exchange: Exchange, finish: int) -> dict[str, Any]:
     """Return why the answer ended, what it used and where its time went."""
     return {
-        "finish_reason": FINISH_NAMES[finish],
+        "finish_reason": FINISH_WORDS[finish],
         "usage": {"prompt_tokens": exchange.n_tokens, "output_tokens": exchange.sent},
         "timings_us": {
             "queue": exchange.queue_us,

@@ -10,17 +10,14 @@ its slot, feeds its body there and publishes it. Answers to published requests a
 - `connection.streams` has an entry for a stream exactly while it holds a slot or is answered.
 """
 
-import re
+import math
 import secrets
 from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import Refusal, Status
 from dataplane.exchange import Exchange
-from dataplane.fronts import replies
+from dataplane.fronts import replies, texts
 from dataplane.fronts.parameters import (
-    BINARY,
-    EVENTS,
-    JSON,
     Body,
     apply_sampling,
     json_limit,
@@ -32,16 +29,32 @@ from dataplane.fronts.parameters import (
 )
 from dataplane.http3 import Http3, data_frame_header
 from dataplane.http3_fields import Code, Data, Fields, Pair
+from dataplane.http_names import BINARY, EVENTS, GENERATE, JSON, VISIBLE_ID
 from dataplane.prompt1 import Request
 
 if TYPE_CHECKING:
     from dataplane.fronts.generate import Generate
 
-GENERATE = b"/v1/generate"
 _GET_METHODS = (b"GET", b"HEAD")
-_VISIBLE_ID = re.compile(rb"[\x21-\x7e]{1,64}")
+_INLINE_TEXT = 2 << 10
+"""Bytes of a JSON body whose text is tokenised in the packet loop: there a thread costs more."""
+_LARGE_PAGE = 64 << 10
+_UNREAD_RETRY_MS = 1000
 _NO_ERROR = int(Code.NO_ERROR)
 _REQUEST_CANCELLED = int(Code.REQUEST_CANCELLED)
+
+
+class _Header:
+    """The beginning of a request whose header is not whole."""
+
+    __slots__ = ("session", "stream_id")
+
+    def __init__(self, session: "Session", stream_id: int) -> None:
+        self.session = session
+        self.stream_id = stream_id
+
+    def expire(self) -> None:
+        self.session.expire_header(self.stream_id)
 
 
 class Gathering:
@@ -77,30 +90,60 @@ class Session:
     Attributes:
         at_ns, fin: Of the bytes that the framing is going through: when the kernel received them,
             and whether they are the stream's last.
+        headers: The requests whose header is not whole, by stream.
     """
 
-    __slots__ = ("_connection", "_control", "_front", "_last", "at_ns", "fin", "http3")
+    __slots__ = ("_control", "_last", "at_ns", "connection", "fin", "front", "headers", "http3")
 
     def __init__(self, front: "Generate", connection: Any) -> None:
         self.http3 = Http3(is_client=False)
         self.at_ns = 0
         self.fin = False
-        self._front = front
-        self._connection = connection
+        self.headers: dict[int, _Header] = {}
+        self.front = front
+        self.connection = connection
         self._control = -1
         self._last = -4
 
     def open(self) -> None:
         """Open the three streams of our own."""
-        first = self._connection.next_uni_stream_id()
+        first = self.connection.next_uni_stream_id()
         ids = (first, first + 4, first + 8)
         self._control = first
         for stream_id, data in self.http3.start(ids):
-            self._connection.send(stream_id, data, False)
+            self.connection.send(stream_id, data, False)
 
     def drain(self) -> None:
         """Tell the peer that new requests are not taken any more (RFC 9114 section 5.2)."""
-        self._connection.send(self._control, self.http3.goaway(self._last + 4), False)
+        self.connection.send(self._control, self.http3.goaway(self._last + 4), False)
+
+    # Headers that do not come.
+
+    def watch_header(self, stream_id: int) -> None:
+        """Bytes of a stream went through the framing: give the rest of its header a time-out."""
+        if self.http3.awaits_header(stream_id):
+            if stream_id not in self.headers and not self.connection.gone:
+                waiting = self.headers[stream_id] = _Header(self, stream_id)
+                self.front.ingress.expect_header(waiting)
+        else:
+            self._drop_header(stream_id)
+
+    def _drop_header(self, stream_id: int) -> None:
+        waiting = self.headers.pop(stream_id, None)
+        if waiting is not None:
+            self.front.ingress.expect_no_header(waiting)
+
+    def forget_headers(self) -> None:
+        """The connection is over."""
+        for stream_id in list(self.headers):
+            self._drop_header(stream_id)
+
+    def expire_header(self, stream_id: int) -> None:
+        """A header did not come in time."""
+        self._drop_header(stream_id)
+        self.fin = False
+        self._refuse_new(stream_id, Refusal(Status.TIMEOUT, "the header did not come in time"), b"")
+        self.http3.discard(stream_id)
 
     # The framing's sink (`dataplane.http3.Sink`).
 
@@ -114,16 +157,16 @@ class Session:
                 return self._generate(stream_id, fields, length)
             return self._refuse_method(stream_id, fields, b"POST")
         target = path.decode("ascii", "replace")
-        known = self._front.pages.has(target, probes=False)
+        known = self.front.pages.has(target, probes=False)
         if known and fields[b":method"] not in _GET_METHODS:
             return self._refuse_method(stream_id, fields, b"GET, HEAD")
         return self._page(stream_id, fields, target)
 
     def on_data(self, stream_id: int, data: Data, start: int, end: int) -> bool:
         """A piece of a body: into the slot, or to what was gathered."""
-        state = self._connection.streams.get(stream_id)
+        state = self.connection.streams.get(stream_id)
         if state.__class__ is Exchange:
-            ingress = self._front.ingress
+            ingress = self.front.ingress
             if self.fin and end - start == state.body_bytes and end == len(data):
                 # The whole body, and the request ends with it: both cost one call.
                 refusal = ingress.submit(state, bytes(data), start, end - start, self.at_ns)
@@ -140,10 +183,10 @@ class Session:
 
     def on_end(self, stream_id: int) -> None:
         """The request is whole."""
-        state = self._connection.streams.get(stream_id)
+        state = self.connection.streams.get(stream_id)
         if state.__class__ is Exchange:
             if state.writing:
-                refusal = self._front.ingress.submit(state, b"", 0, 0, self.at_ns)
+                refusal = self.front.ingress.submit(state, b"", 0, 0, self.at_ns)
                 if refusal is not None:
                     self.refuse_held(state, refusal, True)
         elif state.__class__ is Gathering:
@@ -160,25 +203,25 @@ class Session:
 
     def on_message_error(self, stream_id: int, status: int, code: int, reason: str) -> None:
         """A malformed request: its own stream ends."""
-        state = self._connection.streams.get(stream_id)
+        state = self.connection.streams.get(stream_id)
         if status and state is None:
             self._refuse_new(stream_id, Refusal(Status(status), reason), b"")
             return
         if state is not None:
             exchange = exchange_of(state)
             if status and exchange.live and not exchange.answered:
-                refusal = self._front.ingress.give_up(exchange, Refusal(Status(status), reason))
+                refusal = self.front.ingress.give_up(exchange, Refusal(Status(status), reason))
                 self.refuse_held(exchange, refusal, self.fin)
                 return
-            self._front.leave(state)
-            self._connection.streams.pop(stream_id, None)
-        self._connection.reset(stream_id, code)
+            self.front.leave(state)
+            self.connection.streams.pop(stream_id, None)
+        self.connection.reset(stream_id, code)
         if not self.fin:
-            self._connection.stop(stream_id, code)
+            self.connection.stop(stream_id, code)
 
     def on_connection_error(self, code: int, reason: str) -> None:
         """The peer broke a rule that ends the connection."""
-        self._connection.close(code, reason)
+        self.connection.close(code, reason)
 
     # Ends from the transport.
 
@@ -188,26 +231,28 @@ class Session:
         The stream's own side ends in any case, since one that stays open counts against the streams
         that the peer may have. What was refused early has its whole answer on the way.
         """
+        self._drop_header(stream_id)
         answered = self.http3.is_discarded(stream_id)
         self.http3.reset(stream_id, self)
-        state = self._connection.streams.pop(stream_id, None)
+        state = self.connection.streams.pop(stream_id, None)
         if state is not None:
-            self._front.leave(state)
+            self.front.leave(state)
         if not answered and not stream_id & 3:
-            self._connection.reset(stream_id, _REQUEST_CANCELLED)
+            self.connection.reset(stream_id, _REQUEST_CANCELLED)
 
     def peer_stopped(self, stream_id: int) -> bool:
         """The peer wants no answer: its slot goes back, and what it still sends is not read.
 
         False when nothing of this stream is known.
         """
-        state = self._connection.streams.pop(stream_id, None)
+        self._drop_header(stream_id)
+        state = self.connection.streams.pop(stream_id, None)
         if state is not None:
-            self._front.leave(state)
+            self.front.leave(state)
             if exchange_of(state).complete_ns:
                 return True
         if self.http3.discard(stream_id):
-            self._connection.stop(stream_id, _NO_ERROR)
+            self.connection.stop(stream_id, _NO_ERROR)
             return True
         return state is not None
 
@@ -233,7 +278,7 @@ class Session:
             )
         if isinstance(request, Refusal):
             return self._refuse_new(stream_id, request, request_id)
-        front, connection = self._front, self._connection
+        front, connection = self.front, self.connection
         exchange = front.ingress.claim(front, connection, stream_id, request, self.at_ns)
         if isinstance(exchange, Refusal):
             return self._refuse_new(stream_id, exchange, request_id, front.ingress.queue_us)
@@ -252,7 +297,7 @@ class Session:
         return True
 
     def _read_json_header(self, fields: Fields, length: int) -> Request | Refusal:
-        limit = json_limit(self._front.ingress.context)
+        limit = json_limit(self.front.ingress.context)
         if length > limit:
             return Refusal(
                 Status.TOO_LARGE, f"the JSON body has {length} bytes; at most {limit} are taken"
@@ -261,21 +306,41 @@ class Session:
 
     def _submit_json(self, state: Gathering) -> None:
         """The JSON body is whole: read it, write its ids into the slot, publish."""
-        exchange, ingress = state.exchange, self._front.ingress
+        exchange, ingress = state.exchange, self.front.ingress
         exchange.complete_ns = self.at_ns
         body = read_json(state.data)
-        refusal = body if isinstance(body, Refusal) else self._write_json(state, body)
+        if isinstance(body, Refusal):
+            self._settle(exchange, body)
+            return
+        model = self.front.model
+        if body.token_ids is None and model.tokenizer and len(state.data) > _INLINE_TEXT:
+            ingress.expect_body(exchange)  # The deadline holds also if the body came at once,
+            exchange.body_due = math.inf  # and the body's time-out not any more.
+            texts.start(self, state, body, model)
+            return
+        ids = model.encode(body, ingress.context)
+        self._settle(exchange, self._write_json(state, body, ids))
+
+    def tokenised(self, state: Gathering, body: Body, ids: bytes | Refusal) -> bool:
+        """A thread is through with a text; False when nobody waits for it any more."""
+        exchange = state.exchange
+        if self.connection.gone or self.connection.streams.get(exchange.stream_id) is not state:
+            return False
+        self._settle(exchange, self._write_json(state, body, ids))
+        return True
+
+    def _settle(self, exchange: Exchange, refusal: Refusal | None) -> None:
+        """Refuse a whole request if something is wrong with it."""
         if refusal is not None:
             if exchange.live:
-                ingress.give_up(exchange, refusal)
+                self.front.ingress.give_up(exchange, refusal)
             self.refuse_held(exchange, refusal, True)
 
-    def _write_json(self, state: Gathering, body: Body) -> Refusal | None:
-        exchange, ingress = state.exchange, self._front.ingress
+    def _write_json(self, state: Gathering, body: Body, ids: bytes | Refusal) -> Refusal | None:
+        exchange, ingress = state.exchange, self.front.ingress
         request = apply_sampling(state.request, body.sampling_params)
         if isinstance(request, Refusal):
             return request
-        ids = self._front.model.encode(body)
         if isinstance(ids, Refusal):
             return ids
         refusal = ingress.revise(exchange, request._replace(n_tokens=len(ids) // 4))
@@ -283,13 +348,13 @@ class Session:
             return refusal
         form = preferred_form(state.accept, EVENTS if body.stream else JSON)
         exchange.extra = self._reply(form, state.request_id)
-        self._connection.streams[exchange.stream_id] = exchange
-        return ingress.submit(exchange, ids, 0, len(ids), self.at_ns)
+        self.connection.streams[exchange.stream_id] = exchange
+        return ingress.submit(exchange, ids, 0, len(ids), exchange.complete_ns)
 
     def _reply(self, form: bytes, request_id: bytes) -> replies.Reply:
         if form == BINARY:
             return replies.Binary(request_id) if request_id else replies.PLAIN
-        tokenizer = self._front.model.tokenizer
+        tokenizer = self.front.model.tokenizer
         if form == JSON:
             return replies.Json(request_id, tokenizer)
         return replies.Events(request_id, tokenizer)
@@ -299,15 +364,19 @@ class Session:
     def refuse_held(self, exchange: Exchange, refusal: Refusal, ended: bool) -> None:
         """Refuse a request that held a slot; the slot has gone back already."""
         stream_id = exchange.stream_id
-        state = self._connection.streams.get(stream_id)
+        state = self.connection.streams.get(stream_id)
         if state.__class__ is Gathering:
             request_id = state.request_id
             if refusal.status == Status.TIMEOUT:
-                came = f"only {len(state.data)} of {state.length} bytes of the body came in time"
+                came = "the deadline passed while its text was turned into ids"
+                if not exchange.complete_ns:
+                    came = (
+                        f"only {len(state.data)} of {state.length} bytes of the body came in time"
+                    )
                 refusal = refusal._replace(reason=came)
         else:
             request_id = replies.request_id_of(exchange.extra, exchange)
-        limits = replies.Limits(self._front.ingress.slots, exchange.free_left)
+        limits = replies.Limits(self.front.ingress.slots, exchange.free_left)
         headers, body = replies.problem(
             refusal, request_id, exchange.queue_us, limits, exchange.slot
         )
@@ -337,7 +406,12 @@ class Session:
     def _page(self, stream_id: int, fields: Fields, target: str) -> bool:
         """Answer a GET or HEAD, or what names no path."""
         request_id = _given_id(fields) or new_request_id()
-        page = self._front.pages.get(target, probes=False, request_id=request_id.decode())
+        page = self.front.pages.get(target, probes=False, request_id=request_id.decode())
+        is_head = fields[b":method"] == b"HEAD"
+        if len(page.body) > _LARGE_PAGE and not is_head and self.connection.overfull():
+            reason = "too much waits on this connection to be read: read it, then ask again"
+            refusal = Refusal(Status.UNAVAILABLE, reason, _UNREAD_RETRY_MS)
+            return self._refuse_new(stream_id, refusal, request_id)
         headers = [
             (b":status", b"%d" % page.status),
             (b"content-type", page.content_type.encode()),
@@ -345,13 +419,13 @@ class Session:
             *replies.common_fields(request_id, 0, self._limits(page.status)),
         ]
         if page.status == Status.UNAVAILABLE:
-            headers += replies.retry_fields(self._front.ingress.retry_after_ms())
+            headers += replies.retry_fields(self.front.ingress.retry_after_ms())
         self._send_page(stream_id, fields, page.status, headers, page.body)
         return False
 
     def _limits(self, status: int) -> replies.Limits:
         """Return the slots there are, and those that are left for an answer that held none."""
-        ingress = self._front.ingress
+        ingress = self.front.ingress
         return replies.Limits(ingress.slots, 0 if status == Status.BUSY else ingress.free_slots())
 
     def _send_page(
@@ -366,11 +440,11 @@ class Session:
         self, stream_id: int, status: int, headers: list[Pair], body: bytes, ended: bool
     ) -> None:
         """Send a whole answer and FIN, then STOP_SENDING if the request's end has not come."""
-        self._front.answers[int(status)] += 1
+        self.front.answers[int(status)] += 1
         out = self.http3.encode_headers(stream_id, headers)
         if body:
             out += data_frame_header(len(body)) + body
-        connection = self._connection
+        connection = self.connection
         connection.streams.pop(stream_id, None)
         connection.send(stream_id, out, True)
         if not ended:
@@ -380,7 +454,7 @@ class Session:
 def _given_id(fields: Fields) -> bytes:
     """Return the client's own identifier of its request, if it is one that can be repeated."""
     given = fields.get(b"x-request-id", b"")
-    return given if _VISIBLE_ID.fullmatch(given) else b""
+    return given if VISIBLE_ID.fullmatch(given) else b""
 
 
 def new_request_id() -> bytes:

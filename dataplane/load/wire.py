@@ -13,6 +13,8 @@ from typing import NoReturn, Protocol
 from dataplane.errors import Status
 from dataplane.http3 import Data, Fields, Http3, Sink, data_frame_header
 from dataplane.http3_fields import Code
+from dataplane.http_names import ALPN as H3_ALPN
+from dataplane.http_names import BINARY, GENERATE
 from dataplane.prompt1 import (
     ALPN,
     END_MARK_BYTES,
@@ -25,7 +27,6 @@ from dataplane.prompt1 import (
     encode_request,
 )
 
-H3_ALPN = "h3"
 _OK = int(Status.OK)
 _END_BYTES = len(END_MARK_BYTES) + TRAILER_BYTES
 _INGRESS = re.compile(rb"(?:^|,)\s*ingress;dur=([0-9]{1,9}(?:\.[0-9]{1,9})?)")
@@ -209,8 +210,8 @@ def h3_request(authority: str, ids: bytes, max_output: int) -> bytes:
         (b":method", b"POST"),
         (b":scheme", b"https"),
         (b":authority", authority.encode()),
-        (b":path", b"/v1/generate"),
-        (b"content-type", b"application/octet-stream"),
+        (b":path", GENERATE),
+        (b"content-type", BINARY),
         (b"content-length", b"%d" % len(ids)),
         (b"x-max-tokens", b"%d" % max_output),
     ]
