@@ -24,6 +24,8 @@ from dataplane import quic as private
 
 _log = logging.getLogger("dataplane.connection")
 
+UNREAD_PATIENCE_S = 3.0
+"""At the end, a peer that takes nothing for so long is not waited for."""
 BUFFER_LIMIT = 4 << 20
 """Bytes of answers that may wait for one connection's reader before its answers are broken off."""
 
@@ -227,9 +229,15 @@ class Connection:
         self._buffered = private.buffered(self.quic)
         return self._buffered > BUFFER_LIMIT
 
-    def has_unread(self) -> bool:
-        """Whether bytes of answers wait for the peer to acknowledge them."""
-        return not self.gone and bool(self._buffered) and bool(private.acknowledged(self.quic))
+    def has_unread(self, now: float) -> bool:
+        """Whether the peer is taking bytes of answers, or may yet begin to."""
+        if self.gone or self.over or not self._buffered:
+            return False
+        for stream_id, taken in private.acknowledged(self.quic).items():
+            before = self._unread.get(stream_id)
+            if before is None or before[0] != taken or now - before[1] <= UNREAD_PATIENCE_S:
+                return True
+        return False
 
     def dismantle(self) -> None:
         """Cut what ties a connection that is over to itself.

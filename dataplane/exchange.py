@@ -1,11 +1,11 @@
 """One request from its claim to the last byte of its answer, and what it runs on.
 
 There is one `Exchange` a slot, made with the slot table and used again by each request that claims
-the slot: a request costs no object. Whoever keeps one beyond the current call (a deadline) keeps
-its generation too and compares.
+the slot: a request costs no object. Whoever keeps one beyond the current call lets go of it when
+the request ends.
 """
 
-import heapq
+import math
 from typing import Any, Protocol
 
 from dataplane.errors import Refusal, ResetCode
@@ -56,10 +56,10 @@ class Exchange:
 
     # fmt: off
     __slots__ = (
-        "answered", "body_bytes", "body_due", "complete_ns", "connection", "deadline_ms", "extra",
-        "first_us", "free_left", "front", "generation", "ingress_us", "live", "max_output",
-        "n_tokens", "pickup_us", "published_ns", "queue_ns", "queue_us", "request_id", "sent",
-        "slot", "started", "stream_id", "total_us", "watch", "writing",
+        "answered", "body_bytes", "body_due", "complete_ns", "connection", "deadline_at",
+        "deadline_ms", "extra", "first_us", "free_left", "front", "generation", "ingress_us",
+        "live", "max_output", "n_tokens", "pickup_us", "published_ns", "queue_ns", "queue_us",
+        "request_id", "sent", "slot", "started", "stream_id", "total_us", "watch", "writing",
     )
     # fmt: on
 
@@ -71,6 +71,7 @@ class Exchange:
     max_output: int
     free_left: int
     deadline_ms: int
+    deadline_at: float  # monotonic seconds, counted from arrival; inf: none
     body_bytes: int  # of the declared body, where the front knows it before
     body_due: float  # monotonic seconds
     started: float  # monotonic seconds, of the claim
@@ -79,8 +80,8 @@ class Exchange:
     queue_ns: int
     queue_us: int
     ingress_us: int
-    pickup_us: int  # -1: not yet
-    first_us: int  # -1: not yet
+    pickup_us: int  # as the next two, -1: not yet; -2: the clock went back
+    first_us: int
     total_us: int
 
     def __init__(self, slot: int) -> None:
@@ -91,34 +92,29 @@ class Exchange:
         self.answered = False
         self.watch = -1
         self.sent = 0
+        self.deadline_at = math.inf
         self.connection = None
         self.extra: Any = None  # the front's own
 
+    # What a front raises ends its connection, not the pass that serves them all.
 
-class Deadlines:
-    """Times at which something is due, for things that mostly end before: entries are checked when
-    due.
+    def answer(self, ids: bytes, finish: int) -> None:
+        """Have the front answer."""
+        try:
+            self.front.answer(self, ids, finish)
+        except Exception as error:
+            self.connection.broken(error)
 
-    Monotonic seconds. An entry is (target, token); `due` yields it and the owner looks whether the
-    token still holds.
-    """
+    def refuse(self, refusal: Refusal) -> None:
+        """Have the front refuse it."""
+        try:
+            self.front.refuse(self, refusal)
+        except Exception as error:
+            self.connection.broken(error)
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Any, int]] = []
-        self._count = 0
-
-    def add(self, when: float, target: Any, token: int) -> None:
-        self._count += 1
-        heapq.heappush(self._heap, (when, self._count, target, token))
-
-    def next(self) -> float | None:
-        """Return when the earliest entry is due."""
-        return self._heap[0][0] if self._heap else None
-
-    def due(self, now: float) -> list[tuple[Any, int]]:
-        """Remove and return what is due."""
-        found = []
-        while self._heap and self._heap[0][0] <= now:
-            _, _, target, token = heapq.heappop(self._heap)
-            found.append((target, token))
-        return found
+    def fail(self, code: ResetCode) -> None:
+        """Have the front break the answer off."""
+        try:
+            self.front.fail(self, code)
+        except Exception as error:
+            self.connection.broken(error)

@@ -8,17 +8,18 @@ Sans-IO: bytes, the kernel's receive times and a monotonic `now` come in, calls 
 slot table go out.
 """
 
+import math
 import secrets
 import time
 
 from dataplane.egress import Egress
 from dataplane.errors import Refusal, ResetCode, Status
-from dataplane.exchange import Deadlines, Exchange, Front, Peer, Waiting
+from dataplane.exchange import Exchange, Front, Peer, Waiting
 from dataplane.latency import MOST_US, Series
 from dataplane.prompt1 import Request
 from dataplane.slots import BAD_TOKEN, OVERFLOW, SHORT, Finish
 from dataplane.stats import Stats
-from dataplane.table import HostTable
+from dataplane.table import SlotTable
 
 _QUEUE = int(Series.QUEUE)
 _STOP = int(Finish.STOP)
@@ -43,7 +44,7 @@ class Ingress:
     def __init__(self, stats: Stats, body_timeout: float, max_writing: int | None = None) -> None:
         self.stats = stats
         self.egress = Egress(stats)
-        self.table: HostTable | None = None
+        self.table: SlotTable | None = None
         self.why_unavailable = "no runtime is attached"
         self.draining = False
         self.queue_us = 0
@@ -53,7 +54,7 @@ class Ingress:
         self._null = False
         self._exchanges: list[Exchange] = []
         self._next_id = secrets.randbits(63) or 1
-        self._deadlines = Deadlines()
+        self._overdue_at: float | None = None  # no deadline passes before
         self._waiting: dict[Waiting, float] = {}
         self._sweep_at: float | None = None
         self._sweep_every = body_timeout / _SWEEPS
@@ -61,12 +62,13 @@ class Ingress:
 
     # The table comes and goes.
 
-    def attach(self, table: HostTable, null: bool = False) -> None:
+    def attach(self, table: SlotTable, null: bool = False) -> None:
         """Serve from these slots; with `null`, release each at publish and answer nothing."""
         self.table = table
         self.egress.table = table
         self._null = null
         self._max_writing = self._configured_max_writing or (table.region.slots + 1) // 2
+        self._overdue_at = None
         self._exchanges = [Exchange(slot) for slot in range(table.region.slots)]
 
     def detach(self, why: str) -> None:
@@ -85,9 +87,9 @@ class Ingress:
                 self._let_go(exchange)
                 self.stats.failed += 1
                 if exchange.answered:
-                    exchange.front.fail(exchange, code)
+                    exchange.fail(code)
                 else:
-                    exchange.front.refuse(exchange, refusal)
+                    exchange.refuse(refusal)
 
     # Claim, write, publish.
 
@@ -123,6 +125,9 @@ class Ingress:
             self.queue_us = self._latency.record_ns(_QUEUE, queue_ns)
             return Refusal(Status.BUSY, "every slot is taken", self.retry_after_ms())
         exchange = self._exchanges[slot]
+        if exchange.live:
+            self.egress.on_broken(f"slot {slot}: it was given out twice")
+            return Refusal(Status.UNAVAILABLE, LOST, _RETRY_MS_DEFAULT)
         exchange.front = front
         exchange.connection = connection
         exchange.stream_id = stream_id
@@ -132,6 +137,7 @@ class Ingress:
         exchange.n_tokens = request.n_tokens
         exchange.max_output = max_output
         exchange.deadline_ms = request.deadline_ms
+        exchange.deadline_at = math.inf
         exchange.queue_us = min(queue_ns // 1000, MOST_US) if queue_ns > 0 else 0
         exchange.queue_ns = queue_ns
         exchange.started = self.stats.now
@@ -161,7 +167,7 @@ class Ingress:
         return None
 
     @staticmethod
-    def _out_of_bounds(table: HostTable, request: Request) -> Refusal | None:
+    def _out_of_bounds(table: SlotTable, request: Request) -> Refusal | None:
         region = table.region
         if request.n_tokens > region.context:
             return Refusal(
@@ -193,8 +199,7 @@ class Ingress:
         """The body did not come with the header: it has until the time-out, or the deadline."""
         exchange.body_due = exchange.started + self.body_timeout
         if exchange.deadline_ms:
-            until = exchange.started + exchange.deadline_ms / 1000
-            self._deadlines.add(until, exchange, exchange.generation)
+            self._set_deadline(exchange)
         if self._sweep_at is None:
             self._sweep_at = exchange.started + self._sweep_every
 
@@ -244,8 +249,7 @@ class Ingress:
         table.watch(exchange)
         self.egress.unanswered.append(exchange)
         if exchange.deadline_ms:
-            until = exchange.started + exchange.deadline_ms / 1000
-            self._deadlines.add(until, exchange, exchange.generation)
+            self._set_deadline(exchange)
         return None
 
     def _bad_body(self, exchange: Exchange, status: int) -> Refusal:
@@ -302,18 +306,44 @@ class Ingress:
 
     def next_deadline(self) -> float | None:
         """Return when `on_deadline` is due (monotonic seconds)."""
-        due = self._deadlines.next()
+        due = self._overdue_at
+        held = self.egress.next_due()
+        if held is not None and (due is None or held < due):
+            due = held
         if self._sweep_at is not None and (due is None or self._sweep_at < due):
             return self._sweep_at
         return due
 
     def on_deadline(self, now: float) -> None:
         """End what is due: bodies and headers that did not come, answers whose deadline passed."""
-        for target, generation in self._deadlines.due(now):
-            if target.live and target.generation == generation:
-                self._expire(target)
+        if self._overdue_at is not None and self._overdue_at <= now:
+            self._end_overdue(now)
         if self._sweep_at is not None and self._sweep_at <= now:
             self._sweep(now)
+
+    def _set_deadline(self, exchange: Exchange) -> None:
+        """Count the deadline from the arrival: the header was in the kernel for `queue_ns`."""
+        arrived = exchange.started - max(0, exchange.queue_ns) / 1e9
+        due = exchange.deadline_at = arrived + exchange.deadline_ms / 1000
+        if self._overdue_at is None or due < self._overdue_at:
+            self._overdue_at = due
+
+    def _end_overdue(self, now: float) -> None:
+        """End what is overdue, and find what is due next.
+
+        Looks at every slot rather than at a queue of deadlines, which would keep those of requests
+        that ended long before.
+        """
+        next_due = math.inf
+        for exchange in self._exchanges:
+            if not exchange.live:
+                continue
+            if exchange.deadline_at <= now:
+                exchange.deadline_at = math.inf
+                self._expire(exchange)
+            elif exchange.deadline_at < next_due:
+                next_due = exchange.deadline_at
+        self._overdue_at = next_due if next_due < math.inf else None
 
     def _sweep(self, now: float) -> None:
         """Look through all that is being written.
@@ -337,7 +367,9 @@ class Ingress:
             assert self.table is not None
             whole, _ = self.table.written(exchange.slot)
             reason = f"only {whole} of {exchange.n_tokens} tokens came in time"
+            if whole == exchange.n_tokens:
+                reason = "all tokens came, but not the request's end (FIN) in time"
             refusal = self.give_up(exchange, Refusal(Status.TIMEOUT, reason))
-            exchange.front.refuse(exchange, refusal)
+            exchange.refuse(refusal)
         else:
             self.egress.expire(exchange)

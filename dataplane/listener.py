@@ -181,7 +181,8 @@ class Listener:
 
     def has_unread(self) -> bool:
         """Whether bytes of answers wait for a peer to acknowledge them."""
-        return any(connection.has_unread() for connection in self.connections)
+        now = _monotonic()
+        return any(connection.has_unread(now) for connection in self.connections)
 
     def close_all(self, code: int, reason: str) -> None:
         """Close every connection and send that."""

@@ -13,8 +13,8 @@ from dataplane.prompt1 import Request
 from dataplane.region import Region
 
 # Bound once: looking a name up in `lib` costs as much as some of these calls.
-_admit, _write, _submit, _apply, _poll = (
-    lib.dp_admit, lib.dp_write, lib.dp_submit, lib.dp_apply, lib.dp_poll,
+_admit, _write, _submit, _apply, _poll, _copy_output = (
+    lib.dp_admit, lib.dp_write, lib.dp_submit, lib.dp_apply, lib.dp_poll, lib.dp_copy_output,
 )  # fmt: skip
 _REVOKE: int = lib.DP_REVOKE
 _RELEASE: int = lib.DP_RELEASE
@@ -29,13 +29,14 @@ class Watched(Protocol):
 
 
 class SlotTable(Protocol):
-    """What ingress and egress ask of a slot table.
+    """What listener, ingress and egress ask of a slot table; `HostTable` says how each is meant.
 
     A slot is named by its number and the generation that `admit` left in `generation`. Verbs answer
     the new state, or a negative status (`dataplane.slots`) and change nothing.
     """
 
     region: Region
+    count: int
     generation: int
     free_left: int
 
@@ -44,10 +45,21 @@ class SlotTable(Protocol):
     def begin(self, slot: int, request: Request, request_id: int, max_output: int) -> None: ...
     def write(self, slot: int, body: bytes, offset: int, length: int) -> int: ...
     def submit(self, slot: int, generation: int, body: bytes, offset: int, length: int) -> int: ...
+    def written(self, slot: int) -> tuple[int, int]: ...
+    def bad_token(self, slot: int) -> tuple[int, int]: ...
     def revoke(self, slot: int, generation: int) -> int: ...
     def cancel(self, slot: int, generation: int) -> int: ...
     def release(self, slot: int, generation: int) -> int: ...
     def let_go(self, slot: int, generation: int) -> int: ...
+    def watch(self, watched: Watched) -> None: ...
+    def unwatch(self, watched: Watched) -> None: ...
+    def poll(self) -> list[Any]: ...
+    def entry(self, watched: Watched) -> Any: ...
+    def output(self, slot: int, start: int, stop: int) -> bytes | None: ...
+    def request(self, slot: int) -> Any: ...
+    def sleep(self) -> bool: ...
+    def wake(self) -> None: ...
+    def drain(self) -> None: ...
 
 
 class HostTable:
@@ -70,6 +82,8 @@ class HostTable:
         self._claimed = ffi.new("struct dp_claimed *")
         self._watches = ffi.new("struct dp_watch[]", region.slots)
         self._changed = ffi.new("uint32_t[]", region.slots)
+        self._ids = ffi.new("uint8_t[]", region.max_output * 4)
+        self._ids_view = ffi.buffer(self._ids)
         self._watched: list[Any] = []
 
     # Claim to publish.
@@ -127,7 +141,7 @@ class HostTable:
         return writer.written, writer.partial_bytes
 
     def bad_token(self, slot: int) -> tuple[int, int]:
-        """Return (index, id) of the first id outside the vocabulary."""
+        """Return (index, id) of the first id outside the vocabulary, in the body or the output."""
         writer = self._native.writers[slot]
         return writer.bad_index, writer.bad_id
 
@@ -157,7 +171,7 @@ class HostTable:
         entry = self._watches[index]
         entry.generation = watched.generation
         entry.slot = watched.slot
-        entry.seen = entry.count = 0
+        entry.seen = entry.count = entry.paused = 0
         entry.state = lib.DP_READY
         watched.watch = index
         self._watched.append(watched)
@@ -188,9 +202,14 @@ class HostTable:
         """Return the watch entry of a followed slot, refreshed by the last poll."""
         return self._watches[watched.watch]
 
-    def output(self, slot: int, start: int, stop: int) -> bytes:
-        """Copy output ids [start, stop) out of the slot, as they go on the wire (u32 LE)."""
-        return bytes(ffi.buffer(lib.dp_output(self._native, slot) + start, (stop - start) * 4))
+    def output(self, slot: int, start: int, stop: int) -> bytes | None:
+        """Copy output ids [start, stop) out of the slot, as they go on the wire (u32 LE).
+
+        None when one is outside the vocabulary; `bad_token` says which.
+        """
+        if _copy_output(self._native, slot, start, stop, self._ids):
+            return None
+        return self._ids_view[: (stop - start) * 4]  # type: ignore[no-any-return]
 
     def request(self, slot: int) -> Any:
         """Return the slot's request record; load each field once."""

@@ -87,7 +87,6 @@ struct dp_region {
     struct dp_geometry geometry; /* a checked copy: the mapped one is never read again */
     struct dp_layout layout;
     struct dp_writer *writers; /* [slots], NULL on the runtime's side */
-    uint32_t next_probe;
     uint64_t attachment;
     int doorbell;
     int outputs[DP_MAX_LISTENERS];

@@ -295,6 +295,8 @@ static bool refresh(struct dp_region *region, struct dp_watch *watch) {
     uint64_t progress = dp_load_acquire(&region->progress[watch->slot]);
     if (generation_of(progress) == watch->generation)
         watch->count = progress & DP_COUNT_MASK;
+    if (watch->paused && watch->state == watch->paused)
+        return false;
     return watch->count != watch->seen || watch->state == DP_DONE || watch->state == DP_FREE ||
            watch->state == DP_CANCELLING || watch->state == DP_WRITING;
 }

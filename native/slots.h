@@ -126,14 +126,16 @@ int dp_is_cancelled(struct dp_region *region, uint32_t slot, uint64_t generation
 struct dp_watch {
     uint64_t generation;
     uint32_t slot;
-    uint32_t seen;  /* output ids already read */
-    uint32_t count; /* output ids out now */
-    uint32_t state; /* as last loaded; DP_STATES when the word is not this holder's any more */
+    uint32_t seen;   /* output ids already read */
+    uint32_t count;  /* output ids out now */
+    uint32_t state;  /* as last loaded; DP_STATES when the word is not this holder's any more */
+    uint32_t paused; /* the state in which its output waits for its reader; 0: it does not */
 };
 
 /* Refresh watches[0..n); write the indices of those with new output or DONE or lost to `changed`
- * and return how many. The progress is loaded after the state, so a DONE comes with its whole
- * count. */
+ * and return how many. A paused one counts only once its state is another than `paused`, so that
+ * neither the poll nor the sleep is kept busy by output that nobody takes yet. The progress is
+ * loaded after the state, so a DONE comes with its whole count. */
 uint32_t dp_poll(struct dp_region *region, struct dp_watch *watches, uint32_t n, uint32_t *changed);
 
 /* Sleep/wake, listener's side: dp_listener_sleep says "I am about to block" and answers whether

@@ -129,3 +129,28 @@ int64_t dp_submit(struct dp_region *region, uint32_t slot, uint64_t generation, 
     status = dp_publish(region, slot, generation, &at_ns);
     return status < 0 ? status : at_ns;
 }
+
+int dp_copy_output(struct dp_region *region, uint32_t slot, uint32_t start, uint32_t stop,
+                   uint8_t *to) {
+    if (start > stop || stop > region->geometry.max_output)
+        return DP_OVERFLOW;
+    uint32_t count = stop - start, vocab = region->geometry.vocab_size, bad = 0;
+    memcpy(to, dp_output(region, slot) + start, (size_t)count * 4);
+    /* What is checked is the copy: the compiler may not look at the region again instead. */
+    __asm__ volatile("" ::: "memory");
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t id;
+        memcpy(&id, to + (size_t)i * 4, 4);
+        bad |= id >= vocab;
+    }
+    if (!bad)
+        return DP_OK;
+    struct dp_writer *writer = &region->writers[slot];
+    for (uint32_t i = 0; i < count; i++) {
+        memcpy(&writer->bad_id, to + (size_t)i * 4, 4);
+        writer->bad_index = start + i;
+        if (writer->bad_id >= vocab)
+            break;
+    }
+    return DP_BAD_TOKEN;
+}

@@ -28,4 +28,10 @@ int dp_admit(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t 
 int64_t dp_submit(struct dp_region *region, uint32_t slot, uint64_t generation, const uint8_t *body,
                   size_t offset, size_t len);
 
+/* Copy the output ids [start, stop) of a slot to `to` (4 bytes each, little-endian), each loaded
+ * once and that value checked: DP_OK, DP_BAD_TOKEN (writers[slot].bad_index and .bad_id say which
+ * id is outside the vocabulary) or DP_OVERFLOW (the slot has no such ids). */
+int dp_copy_output(struct dp_region *region, uint32_t slot, uint32_t start, uint32_t stop,
+                   uint8_t *to);
+
 #endif

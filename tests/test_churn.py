@@ -61,7 +61,7 @@ def test_whoever_still_knows_a_connection_that_is_over_may_call_it(tmp_path: Pat
                 lambda: server.close(0, "late"),
                 lambda: server.abandon(1, "late"),
                 server.overfull,
-                server.has_unread,
+                lambda: server.has_unread(0.0),
                 net.listener.finish_pass,
             ]
             for call in calls:

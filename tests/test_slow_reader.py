@@ -4,6 +4,7 @@ The client here grants no credit beyond its first window, while it acknowledges 
 should: to the transport it is in the best of health.
 """
 
+import asyncio
 import socket
 import ssl
 import struct
@@ -111,10 +112,30 @@ def test_an_answer_that_nobody_takes_is_reset_and_its_slot_is_long_free(
 
 def test_what_waits_for_one_reader_is_bounded(daemon: StartDaemon) -> None:
     process = daemon("--runtime=echo", "--slots=16", "--context=131072", "--max-output=131072",
-                     "--max-writing=16")  # fmt: skip
+                     "--max-writing=16", "--drain-timeout=1")  # fmt: skip
     with miser(process) as client:
         for _ in range(14):  # 7 MB of answers
             client.ask(131072)
         reset = next(event for event in client.events() if isinstance(event, StreamReset))
         assert reset.error_code == ResetCode.SLOW_READER
+        process.wait_idle()  # what was held for this reader too
         check_that_others_are_served(process)
+
+
+def test_a_reader_that_reads_gets_all_of_more_than_may_wait(daemon: StartDaemon) -> None:
+    """Much is ready at once here, and what there is no room for waits in its slots."""
+    tokens, answers = 131_072, 16  # 8 MB
+    process = daemon(f"--slots={answers}", f"--max-writing={answers}", "--runtime=echo",
+                     f"--context={tokens}", f"--max-output={tokens}")  # fmt: skip
+    prompt = list(range(40_000)) + [7] * (tokens - 40_000)
+
+    async def session() -> None:
+        async with connect(process.address, process.ca) as client:
+
+            async def ask() -> bool:
+                return (await (await client.submit(prompt)).result()).token_ids == prompt
+
+            assert all(await asyncio.gather(*(ask() for _ in range(answers))))
+
+    run(session(), within=60)
+    process.wait_idle()
