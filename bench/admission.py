@@ -84,10 +84,10 @@ def compare(options: argparse.Namespace, directory: str, progress: Progress) -> 
         }
         for load, server in loads.values():
             load.connect()
-            measure(load, server, WARM_UP, options.streams)
+            measure(load, server, min(WARM_UP, options.requests), options.streams)
         progress.advance(rounds)
         rss_first = rss_last = 0
-        done = WARM_UP
+        done = min(WARM_UP, options.requests)
         for _ in range(options.rounds):
             for name, (load, server) in loads.items():
                 costs[name].append(measure(load, server, options.requests, options.streams))

@@ -68,6 +68,14 @@ class Request(NamedTuple):
     header_bytes: int = HEADER_MIN
 
 
+def plain_request(n_tokens: int, width: int, max_output: int = 0) -> Request:
+    """Return a request that states nothing else; a third of the cost of the class's own way."""
+    return _new_tuple(
+        Request,
+        (n_tokens, width, max_output, 0, 0, False, 0.0, 0.0, 0, 0, 0, None, HEADER_MIN),
+    )
+
+
 class Verdict(NamedTuple):
     """The daemon's answer to a header: 200 or why not."""
 

@@ -20,6 +20,7 @@ from dataplane.prompt1 import (
     encode_request,
     encode_verdict,
     parse_request,
+    plain_request,
 )
 
 # Contract 3's table: field, offset, size in bytes.
@@ -313,3 +314,9 @@ def test_the_end_is_laid_out_as_the_contract_says() -> None:
     data = encode_end(2, 5, 7)
     assert data == b"\xff" * 4 + struct.pack("<4I", 2, 5, 7, 0)
     assert decode_trailer(data[4:]) == (2, 5, 7)
+
+
+def test_a_plain_request_is_the_request_that_states_nothing_else() -> None:
+    assert plain_request(7, 2, 9) == Request(7, 2, 9)
+    assert plain_request(7, 4) == Request(7)
+    assert type(plain_request(1, 4)) is Request

@@ -14,7 +14,7 @@ import msgspec
 from dataplane.errors import Refusal, Status
 from dataplane.http3_fields import Fields
 from dataplane.http_names import BINARY, EVENTS, JSON
-from dataplane.prompt1 import TEMPERATURE_MAX, Request
+from dataplane.prompt1 import TEMPERATURE_MAX, Request, plain_request
 
 _U32_MAX = 2**32 - 1
 _DIGITS = re.compile(rb"[0-9]{1,10}")
@@ -73,12 +73,12 @@ def read_header_parameters(fields: Fields, n_tokens: int = 0, width: int = 4) ->
     """Return the request that the `x-` fields ask for."""
     found = _PARAMETERS.intersection(fields)
     if not found:
-        return Request(n_tokens, width)
+        return plain_request(n_tokens, width)
     if found == _ONLY_MAX_TOKENS:
         parameter = _read_parameter(b"x-max-tokens", fields[b"x-max-tokens"])
         if isinstance(parameter, Refusal):
             return parameter
-        return Request(n_tokens, width, parameter[1])
+        return plain_request(n_tokens, width, parameter[1])
     values: dict[str, Any] = {}
     for name in found:
         parameter = _read_parameter(name, fields[name])

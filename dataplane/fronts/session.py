@@ -288,7 +288,7 @@ class Session:
             state = Gathering(exchange, request, request_id, accept, length)
             connection.streams[stream_id] = state
         else:
-            form = preferred_form(accept, BINARY)
+            form = BINARY if accept is None else preferred_form(accept, BINARY)
             exchange.body_bytes = length
             exchange.extra = self._reply(form, request_id)
             connection.streams[stream_id] = exchange
@@ -453,8 +453,8 @@ class Session:
 
 def _given_id(fields: Fields) -> bytes:
     """Return the client's own identifier of its request, if it is one that can be repeated."""
-    given = fields.get(b"x-request-id", b"")
-    return given if VISIBLE_ID.fullmatch(given) else b""
+    given = fields.get(b"x-request-id")
+    return given if given is not None and VISIBLE_ID.fullmatch(given) else b""
 
 
 def new_request_id() -> bytes:
