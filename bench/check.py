@@ -29,7 +29,7 @@ from bench.systems import SYSTEMS, Files, running
 from dataplane.identity import load_identity
 
 WORSE = 1.25
-ROUNDS = 3
+ROUNDS = 5
 LIMITS = Limits(2.0, 3_000)
 COMMITTED = RESULTS / "ratios.json"
 _SMALL, _LARGE = "128-s32", "131072-c1"
@@ -60,23 +60,29 @@ def _case(name: str) -> Case:
     return case
 
 
-def measure(files: Files, progress: Line) -> dict[str, float]:
-    """Return the three ratios: medians of rounds that take turns."""
-    costs: dict[tuple[str, str], list[float]] = {cell: [] for cell in _CELLS}
+def one_round(files: Files, progress: Line) -> dict[str, float]:
+    """Return the three ratios of one round, in which what is compared follows each other."""
+    cost: dict[tuple[str, str], float] = {}
     copies = []
-    for number in range(ROUNDS):
+    for system, case in _CELLS:
+        progress(f"{system} {case}")
         copies.append(memcpy_us())
-        for system, case in _CELLS:
-            progress(f"round {number + 1} of {ROUNDS}: {system} {case}")
-            with running(SYSTEMS[system], _case(case), files) as run:
-                row = measure_row(run, _case(case), LIMITS, None)
-            costs[system, case].append(row.server_cpu_us)
-    median = {cell: statistics.median(found) for cell, found in costs.items()}
-    raw = median["dataplane raw", _SMALL]
+        with running(SYSTEMS[system], _case(case), files) as run:
+            cost[system, case] = measure_row(run, _case(case), LIMITS, None).server_cpu_us
+    copies.append(memcpy_us())
+    raw = cost["dataplane raw", _SMALL]
     return {
-        "raw / uvicorn binary": round(raw / median["uvicorn binary", _SMALL], 3),
-        "h3 / raw": round(median["dataplane h3", _SMALL] / raw, 3),
-        "upload / memcpy": round(median["dataplane raw", _LARGE] / statistics.median(copies), 1),
+        "raw / uvicorn binary": raw / cost["uvicorn binary", _SMALL],
+        "h3 / raw": cost["dataplane h3", _SMALL] / raw,
+        "upload / memcpy": cost["dataplane raw", _LARGE] / statistics.median(copies[-2:]),
+    }
+
+
+def measure(files: Files, progress: Line) -> dict[str, float]:
+    """Return the three ratios: the median of several rounds' own."""
+    rounds = [one_round(files, progress) for _ in range(ROUNDS)]
+    return {
+        name: round(statistics.median(found[name] for found in rounds), 3) for name in rounds[0]
     }
 
 
