@@ -306,3 +306,12 @@ def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight(daemon: StartDa
 
     run(session())
     assert process.wait_for_exit() == 0
+
+
+def test_many_large_slots_cost_the_daemon_their_region_and_little_else(daemon: StartDaemon) -> None:
+    """At most 120 MB of its own; the region is shared memory and counted apart."""
+    process = daemon("--runtime=echo", "--slots=32", "--context=8192", "--max-output=8192")
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+    rows = dict(line.split(":", 1) for line in status.splitlines())
+    own_kib = sum(int(rows[name].split()[0]) for name in ("RssAnon", "RssFile"))
+    assert 10_000 < own_kib < 120_000
