@@ -8,11 +8,12 @@ BIN    := $(VENV)/bin
 BUILT  := $(VENV)/.built
 
 C_FILES := $(wildcard native/*.[ch] native/*/*.[ch] native/*/*.cu native/*/*.cuh \
-                      tests/native/*.[ch] tests/examples/*.[ch])
+                      tests/native/*.[ch] tests/examples/*.[ch] \
+                      tests/fuzz/*.[ch] tests/fuzz/*/*.[ch])
 # A change to any of these, a header included, builds anew.
 SOURCES := pyproject.toml setup.py $(shell find native -type f ! -name '*.pyc')
 
-.PHONY: help check build run test test-slow lint tsan bench bench-check clean
+.PHONY: help check build run test test-slow lint tsan fuzz bench bench-check clean
 
 help:
 	@echo "make build   make $(VENV) and install dataplane in it, with its C module"
@@ -21,6 +22,7 @@ help:
 	@echo "make test-slow    the tests that take longer: races over minutes, real time-outs, benches"
 	@echo "make lint    ruff, mypy and clang-format: says what is amiss, changes nothing"
 	@echo "make tsan    C tests under ThreadSanitizer, AddressSanitizer and UBSan, and the mutants"
+	@echo "make fuzz    fuzz the packet parsers with libFuzzer, FUZZ_SECONDS (60) each; needs clang"
 	@echo "make bench   measure against what one would use instead, in under ten minutes; BENCH=full"
 	@echo "             longer, ONLY=128-s32,granian what these words name; into bench/results/"
 	@echo "make bench-check   fail when one of three ratios is a quarter worse than the committed one"
@@ -98,6 +100,11 @@ lint: build
 tsan: check
 	@echo "Building the C tests with sanitizers, and with mistakes sown in; a minute or so ..."
 	@CC="$(CC)" $(PYTHON) tests/native_programs.py
+
+FUZZ_SECONDS ?= 60
+
+fuzz:
+	@$(PYTHON) tests/fuzz_targets.py $(FUZZ_SECONDS)
 
 # What is compared with, once.
 $(VENV)/.bench: $(BUILT)

@@ -19,6 +19,20 @@ ROOT = Path(__file__).resolve().parent.parent
 NATIVE = ROOT / "native"
 PROGRAMS = ROOT / "tests" / "native"
 
+# What a program is linked with besides itself, under `native/`; the others are about slots.
+_SLOTS = ("slots", "region", "tokens", "attach")
+_CONNECTION = (
+    "quic/conn", "quic/conn_fate", "quic/conn_in", "quic/conn_out", "quic/frames", "quic/pool",
+    "quic/protect", "quic/ranges", "quic/recovery", "quic/streams",
+)  # fmt: skip
+SOURCES = {
+    "conn": ("slots", "region", *_CONNECTION),
+    "frames": ("quic/frames",),
+    "protect": (),  # which it includes, with other limits
+    "ranges": ("quic/ranges", "quic/pool"),
+    "recovery": ("quic/recovery", "quic/ranges", "quic/pool", "quic/frames"),
+}
+
 COMMON = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
 
 CAUGHT = {1: "by its outcomes", 66: "by ThreadSanitizer"}
@@ -98,6 +112,11 @@ SANITIZED = {
         Run("traffic", 20_000),
         Run("writers", 1_000),
         Run("handshake", 20),
+        Run("frames", 10_000),
+        Run("protect", 300),
+        Run("ranges", 20_000),
+        Run("recovery", 100_000),
+        Run("conn", 100),
     ),
 }
 
@@ -109,14 +128,16 @@ def compiler() -> str:
 def build(program: str, kind: Kind, to: Path, mutant: str | None = None) -> Path:
     """Compile a program with the sources under test, or with a mutant in place of `slots.c`."""
     binary = to / f"{program}-{kind.name.split()[0]}-{mutant or 'original'}"
-    slots = PROGRAMS / "mutants.c" if mutant else NATIVE / "slots.c"
-    others = (NATIVE / f"{name}.c" for name in ("region", "tokens", "attach"))
-    sources = [PROGRAMS / f"{program}.c", slots, *others]
+    names = SOURCES.get(program, _SLOTS)
+    others = [NATIVE / f"{name}.c" for name in names if not (mutant and name == "slots")]
+    if mutant:
+        others.append(PROGRAMS / "mutants.c")
+    sources = [PROGRAMS / f"{program}.c", *others]
     command = [compiler(), *COMMON, *kind.flags, f"-I{NATIVE}", "-o", str(binary)]
     if mutant:
         # Not every mutant uses every way to be wrong; and a wake-up that is lost is lost at once.
         command += ["-DMUTANT", f"-DMUTANT_{mutant}", "-Wno-unused-function", "-DLOST_MS=1000"]
-    command += [str(source) for source in sources]
+    command += [*map(str, sources), "-lcrypto"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{program} does not compile:\n{done.stderr}")

@@ -17,6 +17,11 @@ QUICK = (
     Run("traffic", 3_000),
     Run("writers", 100),
     Run("handshake", 2),
+    Run("frames", 1_000),
+    Run("protect", 50),
+    Run("ranges", 2_000),
+    Run("recovery", 20_000),
+    Run("conn", 60),
 )
 
 

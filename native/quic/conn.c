@@ -1,0 +1,564 @@
+/* See conn.h. Set-up, streams, and what the owner may ask. */
+#include <string.h>
+
+#include "conn_inside.h"
+
+#define TABLE_MIN   16
+#define RECORDS_MIN 64
+
+/* Set-up -------------------------------------------------------------------------------------- */
+
+static void take_limits(struct dp_conn *conn, const struct dp_hand_over *from) {
+    conn->in.limit = conn->in.window = from->local_max_data;
+    conn->out_limit = from->remote_max_data;
+    conn->local_bidi_local = from->local_max_stream_data_bidi_local;
+    conn->local_bidi_remote = from->local_max_stream_data_bidi_remote;
+    conn->local_uni = from->local_max_stream_data_uni;
+    conn->remote_bidi_local = from->remote_max_stream_data_bidi_local;
+    conn->remote_bidi_remote = from->remote_max_stream_data_bidi_remote;
+    conn->remote_uni = from->remote_max_stream_data_uni;
+    conn->stream_limit[0] = conn->stream_window[0] = from->local_max_streams_bidi;
+    conn->stream_limit[1] = conn->stream_window[1] = from->local_max_streams_uni;
+    conn->remote_stream_limit[0] = from->remote_max_streams_bidi;
+    conn->remote_stream_limit[1] = from->remote_max_streams_uni;
+    uint64_t theirs = from->is_client ? DP_STREAM_IS_SERVER : 0;
+    conn->next_id[0] = from->next_bidi;
+    conn->next_id[1] = from->next_uni;
+    conn->next_peer_id[0] = theirs;
+    conn->next_peer_id[1] = theirs | DP_STREAM_IS_UNI;
+}
+
+static bool take_keys(struct dp_conn *conn, const struct dp_hand_over *from) {
+    if (from->secret_bytes > DP_SECRET_MAX)
+        return false;
+    struct dp_secret secret = {
+        .version = from->version, .suite = from->suite, .bytes = from->secret_bytes};
+    secret.phase = from->receive_phase;
+    memcpy(secret.secret, from->receive_secret, secret.bytes);
+    conn->opener = dp_opener_new(&secret);
+    secret.phase = from->send_phase;
+    memcpy(secret.secret, from->send_secret, secret.bytes);
+    conn->sealer = dp_sealer_new(&secret);
+    volatile uint8_t *wipe = secret.secret;
+    for (size_t i = 0; i < sizeof secret.secret; i++)
+        wipe[i] = 0;
+    return conn->opener && conn->sealer;
+}
+
+static bool take_memory(struct dp_conn *conn, const struct dp_hand_over *from) {
+    conn->table_room = TABLE_MIN;
+    conn->table = dp_pool_take(conn->pool, TABLE_MIN * sizeof *conn->table, NULL);
+    conn->record_room = RECORDS_MIN;
+    conn->records = dp_pool_take(conn->pool, RECORDS_MIN * sizeof *conn->records, NULL);
+    if (!conn->table || !conn->records)
+        return false;
+    memset(conn->table, 0, TABLE_MIN * sizeof *conn->table);
+    return dp_recovery_init(&conn->recovery, conn->pool, from->next_packet_number, conn->datagram,
+                            from->peer_max_ack_delay);
+}
+
+struct dp_conn *dp_conn_new(struct dp_pool *pool, const struct dp_hand_over *from,
+                            const struct dp_conn_owner *owner, void *self, int64_t now) {
+    if (from->max_datagram < 1200 || from->max_datagram > DP_UDP_DATAGRAM ||
+        from->peer_cid_bytes > DP_CID_MAX || from->host_cid_bytes > DP_CID_MAX)
+        return NULL;
+    struct dp_conn *conn = dp_pool_take(pool, sizeof *conn, NULL);
+    if (!conn)
+        return NULL;
+    memset(conn, 0, sizeof *conn);
+    conn->pool = pool;
+    conn->owner = owner;
+    conn->self = self;
+    conn->is_client = from->is_client;
+    conn->path = from->path;
+    conn->validated = true;
+    conn->host_cid_bytes = from->host_cid_bytes;
+    conn->peer_cid_bytes = from->peer_cid_bytes;
+    memcpy(conn->peer_cid, from->peer_cid, sizeof conn->peer_cid);
+    conn->datagram = from->max_datagram;
+    conn->forget_at = conn->ack_at = conn->pacing_at = DP_NEVER;
+    conn->max_ack_delay = from->local_max_ack_delay;
+    conn->ack_exponent = from->peer_ack_delay_exponent;
+    conn->last_received = now;
+    conn->phase_first = from->next_packet_number;
+    take_limits(conn, from);
+    if (!take_keys(conn, from) || !take_memory(conn, from)) {
+        dp_conn_free(conn);
+        return NULL;
+    }
+    dp_recovery_seed_rtt(&conn->recovery, from->smoothed_rtt, from->rtt_variance, from->minimum_rtt,
+                         now);
+    return conn;
+}
+
+static void drop_controls(struct dp_conn *conn) {
+    while (conn->first_control) {
+        struct dp_control *control = conn->first_control;
+        conn->first_control = control->next;
+        dp_pool_give(conn->pool, control, sizeof *control + control->size);
+    }
+    conn->last_control = NULL;
+}
+
+void dp_conn_free(struct dp_conn *conn) {
+    struct dp_pool *pool = conn->pool;
+    for (uint32_t i = 0; conn->table && i < conn->table_room; i++)
+        if (conn->table[i]) {
+            dp_stream_clear(conn->table[i], pool);
+            dp_pool_give(pool, conn->table[i], sizeof **conn->table);
+        }
+    if (conn->table)
+        dp_pool_give(pool, conn->table, conn->table_room * sizeof *conn->table);
+    if (conn->records)
+        dp_pool_give(pool, conn->records, conn->record_room * sizeof *conn->records);
+    drop_controls(conn);
+    if (conn->close_frames)
+        dp_pool_give(pool, conn->close_frames, conn->close_size);
+    dp_ranges_free(&conn->received, pool);
+    dp_recovery_free(&conn->recovery);
+    dp_opener_free(conn->opener);
+    dp_sealer_free(conn->sealer);
+    dp_pool_give(pool, conn, sizeof *conn);
+}
+
+void **dp_conn_mark(struct dp_conn *conn) {
+    return &conn->mark;
+}
+
+void dp_conn_touch(struct dp_conn *conn) {
+    if (conn->touched)
+        return;
+    conn->touched = true;
+    conn->owner->touched(conn->self, conn);
+}
+
+void dp_conn_fail(struct dp_conn *conn, uint64_t code, uint64_t frame_type, const char *reason) {
+    if (conn->failed || conn->over)
+        return;
+    conn->failed = true;
+    conn->owner->failed(conn->self, conn, code, frame_type, reason);
+}
+
+/* The table of streams: open addressing, by the id's index and kind. --------------------------- */
+
+static uint32_t home(const struct dp_conn *conn, uint64_t id) {
+    return (uint32_t)((id * 0x9e3779b97f4a7c15ULL) >> 32) & (conn->table_room - 1);
+}
+
+static uint32_t find(const struct dp_conn *conn, uint64_t id) {
+    uint32_t at = home(conn, id);
+    while (conn->table[at] && conn->table[at]->id != id)
+        at = (at + 1) & (conn->table_room - 1);
+    return at;
+}
+
+struct dp_stream *dp_conn_stream(struct dp_conn *conn, uint64_t id) {
+    return conn->table[find(conn, id)];
+}
+
+static bool make_room(struct dp_conn *conn) {
+    if ((conn->streams + 1) * 4 <= conn->table_room * 3)
+        return true;
+    uint32_t old_room = conn->table_room;
+    struct dp_stream **old = conn->table;
+    struct dp_stream **bigger = dp_pool_take(conn->pool, old_room * 2 * sizeof *old, NULL);
+    if (!bigger)
+        return false;
+    memset(bigger, 0, old_room * 2 * sizeof *old);
+    conn->table = bigger;
+    conn->table_room = old_room * 2;
+    for (uint32_t i = 0; i < old_room; i++)
+        if (old[i])
+            conn->table[find(conn, old[i]->id)] = old[i];
+    dp_pool_give(conn->pool, old, old_room * sizeof *old);
+    return true;
+}
+
+static void take_out(struct dp_conn *conn, uint64_t id) {
+    uint32_t mask = conn->table_room - 1, hole = find(conn, id), at = hole;
+    for (;;) {
+        at = (at + 1) & mask;
+        if (!conn->table[at])
+            break;
+        uint32_t wanted = home(conn, conn->table[at]->id);
+        if (((at - wanted) & mask) >= ((at - hole) & mask)) {
+            conn->table[hole] = conn->table[at];
+            hole = at;
+        }
+    }
+    conn->table[hole] = NULL;
+    conn->streams--;
+}
+
+struct dp_stream *dp_conn_each(struct dp_conn *conn, uint32_t *at) {
+    while (*at < conn->table_room)
+        if (conn->table[(*at)++])
+            return conn->table[*at - 1];
+    return NULL;
+}
+
+struct dp_stream *dp_conn_add_stream(struct dp_conn *conn, uint64_t id) {
+    struct dp_stream *stream =
+        make_room(conn) ? dp_pool_take(conn->pool, sizeof *stream, NULL) : NULL;
+    if (!stream)
+        return NULL;
+    memset(stream, 0, sizeof *stream);
+    stream->id = id;
+    stream->in.final_size = DP_NO_SIZE;
+    bool ours = dp_is_ours(conn, id);
+    if (dp_is_uni(id)) {
+        stream->in.limit = ours ? 0 : conn->local_uni;
+        stream->out.limit = ours ? conn->remote_uni : 0;
+        stream->in.done = ours;
+        stream->out.done = !ours;
+    } else {
+        stream->in.limit = ours ? conn->local_bidi_local : conn->local_bidi_remote;
+        /* What the peer calls remote is ours. */
+        stream->out.limit = ours ? conn->remote_bidi_remote : conn->remote_bidi_local;
+    }
+    stream->in.window = stream->in.limit;
+    conn->table[find(conn, id)] = stream;
+    conn->streams++;
+    return stream;
+}
+
+/* Streams ------------------------------------------------------------------------------------- */
+
+void dp_conn_queue(struct dp_conn *conn, struct dp_stream *stream) {
+    if (stream->queued || stream->waiting)
+        return;
+    stream->queued = true;
+    stream->next = NULL;
+    if (conn->last_queued)
+        conn->last_queued->next = stream;
+    else
+        conn->first_queued = stream;
+    conn->last_queued = stream;
+    dp_conn_touch(conn);
+}
+
+static void unqueue(struct dp_conn *conn, struct dp_stream *stream) {
+    if (!stream->queued)
+        return;
+    struct dp_stream *before = NULL, *at = conn->first_queued;
+    while (at != stream) {
+        before = at;
+        at = at->next;
+    }
+    if (before)
+        before->next = stream->next;
+    else
+        conn->first_queued = stream->next;
+    if (conn->last_queued == stream)
+        conn->last_queued = before;
+    stream->queued = false;
+}
+
+void dp_conn_settle(struct dp_conn *conn, struct dp_stream *stream) {
+    if (!stream->in.done || !stream->out.done)
+        return;
+    if (conn->depth) {
+        conn->sweep = true;
+        return;
+    }
+    conn->depth++;
+    conn->owner->closed(conn->self, conn, stream);
+    conn->depth--;
+    unqueue(conn, stream);
+    if (stream->in.place)
+        conn->places--;
+    uint64_t id = stream->id;
+    take_out(conn, id);
+    dp_stream_clear(stream, conn->pool);
+    dp_pool_give(conn->pool, stream, sizeof *stream);
+    if (dp_is_ours(conn, id))
+        return;
+    int uni = dp_is_uni(id);
+    conn->closed[uni]++;
+    uint64_t limit = conn->closed[uni] + conn->stream_window[uni];
+    if (limit - conn->stream_limit[uni] >= (conn->stream_window[uni] + 1) / 2) {
+        conn->stream_limit[uni] = limit;
+        conn->due |= uni ? DP_DUE_STREAMS_UNI : DP_DUE_STREAMS_BIDI;
+        dp_conn_touch(conn);
+    }
+}
+
+void dp_conn_sweep(struct dp_conn *conn) {
+    while (conn->sweep && !conn->depth) {
+        conn->sweep = false;
+        for (uint32_t at = 0; at < conn->table_room; at++) {
+            struct dp_stream *stream = conn->table[at];
+            if (stream && stream->in.done && stream->out.done) {
+                dp_conn_settle(conn, stream);
+                conn->sweep = true; /* others moved in the table */
+                break;
+            }
+        }
+    }
+}
+
+static bool may_open(const struct dp_conn *conn, uint64_t id) {
+    return id >> 2 < conn->remote_stream_limit[dp_is_uni(id)];
+}
+
+struct dp_stream *dp_conn_open(struct dp_conn *conn, bool uni) {
+    if (conn->over || conn->failed)
+        return NULL;
+    struct dp_stream *stream = dp_conn_add_stream(conn, conn->next_id[uni]);
+    if (!stream)
+        return NULL;
+    conn->next_id[uni] += 4;
+    stream->waiting = !may_open(conn, stream->id);
+    return stream;
+}
+
+uint64_t dp_conn_next_id(const struct dp_conn *conn, bool uni) {
+    return conn->next_id[uni];
+}
+
+static bool takes_data(const struct dp_conn *conn, const struct dp_stream *stream) {
+    return !conn->over && !conn->failed && !stream->out.is_reset && !stream->out.fin &&
+           !stream->out.done;
+}
+
+bool dp_conn_send(struct dp_conn *conn, struct dp_stream *stream, const uint8_t *bytes,
+                  size_t length, bool fin) {
+    if (!takes_data(conn, stream) || !dp_stream_write(stream, conn->pool, bytes, length, fin))
+        return false;
+    conn->stats.unacked += length;
+    dp_conn_queue(conn, stream);
+    return true;
+}
+
+bool dp_conn_send_lent(struct dp_conn *conn, struct dp_stream *stream, const uint8_t *bytes,
+                       size_t length) {
+    if (!takes_data(conn, stream) || stream->out.stop)
+        return false;
+    dp_stream_lend(stream, bytes, length);
+    conn->stats.unacked += length;
+    dp_conn_queue(conn, stream);
+    return true;
+}
+
+void dp_conn_reset(struct dp_conn *conn, struct dp_stream *stream, uint64_t code) {
+    struct dp_sending *out = &stream->out;
+    if (out->is_reset || out->done || conn->over)
+        return;
+    conn->stats.unacked -= dp_stream_unacked(stream);
+    dp_stream_reset(stream, conn->pool, code);
+    stream->pending |= DP_PENDING_RESET;
+    dp_conn_queue(conn, stream);
+}
+
+/* Nothing more is offered. The half is over once its size is known: what is missing matters to
+ * nobody. */
+static void end_reading(struct dp_conn *conn, struct dp_stream *stream) {
+    struct dp_receiving *in = &stream->in;
+    if (in->discard)
+        return;
+    if (in->place)
+        conn->places--;
+    dp_stream_discard(stream, conn->pool);
+    dp_conn_credit(conn, stream, in->highest - in->consumed);
+    in->consumed = in->frontier = in->highest;
+    if (in->final_size != DP_NO_SIZE) {
+        in->done = true;
+        dp_conn_settle(conn, stream);
+    }
+}
+
+void dp_conn_stop(struct dp_conn *conn, struct dp_stream *stream, uint64_t code) {
+    struct dp_receiving *in = &stream->in;
+    if (in->done || conn->over)
+        return;
+    bool ended = in->final_size != DP_NO_SIZE;
+    if (!ended) {
+        in->stop_code = code;
+        stream->pending |= DP_PENDING_STOP;
+        stream->pending &= (uint8_t)~DP_PENDING_LIMIT;
+        dp_conn_queue(conn, stream);
+    }
+    end_reading(conn, stream);
+}
+
+void dp_conn_leave_place(struct dp_conn *conn, struct dp_stream *stream) {
+    end_reading(conn, stream);
+}
+
+void dp_conn_set_place(struct dp_conn *conn, struct dp_stream *stream, uint8_t *place,
+                       uint64_t from, uint64_t to) {
+    if (stream->in.discard || stream->in.place)
+        return;
+    dp_stream_set_place(stream, conn->pool, place, from, to);
+    conn->places++;
+}
+
+uint64_t dp_conn_unacked(const struct dp_conn *conn) {
+    return conn->stats.unacked;
+}
+
+void dp_conn_credit(struct dp_conn *conn, struct dp_stream *stream, uint64_t bytes) {
+    conn->in.consumed += bytes;
+    struct dp_receiving *in = &stream->in;
+    if (conn->in.consumed + conn->in.window - conn->in.limit >= conn->in.window / 2) {
+        conn->in.limit = conn->in.consumed + conn->in.window;
+        conn->due |= DP_DUE_MAX_DATA;
+        dp_conn_touch(conn);
+    }
+    uint64_t consumed = in->consumed + bytes;
+    if (!in->discard && in->final_size == DP_NO_SIZE &&
+        consumed + in->window - in->limit >= in->window / 2) {
+        in->limit = consumed + in->window;
+        stream->pending |= DP_PENDING_LIMIT;
+        dp_conn_queue(conn, stream);
+    }
+}
+
+static void consumed(struct dp_conn *conn, struct dp_stream *stream, size_t length) {
+    struct dp_receiving *in = &stream->in;
+    if (!in->discard)
+        dp_conn_credit(conn, stream, length);
+    dp_stream_consume(stream, conn->pool, length);
+}
+
+void dp_conn_consume(struct dp_conn *conn, struct dp_stream *stream, size_t length) {
+    struct dp_receiving *in = &stream->in;
+    consumed(conn, stream, length);
+    if (in->consumed == in->final_size) {
+        in->fin_offered = in->done = true;
+        dp_conn_settle(conn, stream);
+    }
+}
+
+void dp_conn_deliver(struct dp_conn *conn, struct dp_stream *stream) {
+    struct dp_receiving *in = &stream->in;
+    while (!in->discard && !in->fin_offered) {
+        size_t length;
+        const uint8_t *bytes = dp_stream_readable(stream, &length);
+        bool fin = in->consumed + length == in->final_size;
+        if (!length && !fin)
+            break;
+        conn->depth++;
+        size_t used = conn->owner->data(conn->self, conn, stream, bytes, length, fin);
+        conn->depth--;
+        if (in->discard) {
+            dp_stream_consume(stream, conn->pool, 0);
+            break;
+        }
+        in->fin_offered = fin && used == length;
+        in->done = in->done || in->fin_offered;
+        if (used)
+            consumed(conn, stream, used);
+        if (used < length)
+            break;
+    }
+    dp_conn_settle(conn, stream);
+}
+
+void dp_conn_offer(struct dp_conn *conn, struct dp_stream *stream) {
+    dp_conn_deliver(conn, stream);
+}
+
+/* The control plane --------------------------------------------------------------------------- */
+
+bool dp_conn_control(struct dp_conn *conn, const uint8_t *frames, size_t size, uint64_t token,
+                     bool elicits, const struct dp_path *path) {
+    if (conn->over || !size || size > conn->datagram)
+        return false;
+    struct dp_control *control = dp_pool_take(conn->pool, sizeof *control + size, NULL);
+    if (!control)
+        return false;
+    *control = (struct dp_control){.token = token, .size = (uint32_t)size, .elicits = elicits};
+    if (path && memcmp(path, &conn->path, sizeof *path) != 0) {
+        control->has_path = true;
+        control->path = *path;
+    }
+    memcpy(control->frames, frames, size);
+    if (conn->last_control)
+        conn->last_control->next = control;
+    else
+        conn->first_control = control;
+    conn->last_control = control;
+    dp_conn_touch(conn);
+    return true;
+}
+
+void dp_conn_set_path(struct dp_conn *conn, const struct dp_path *path, bool validated,
+                      bool is_new) {
+    if (memcmp(path, &conn->path, sizeof *path) != 0) {
+        conn->path = *path;
+        conn->path_in = conn->path_out = 0;
+        conn->has_other_path = false;
+    }
+    conn->validated = validated;
+    if (is_new)
+        dp_recovery_new_path(&conn->recovery);
+    dp_conn_touch(conn);
+}
+
+void dp_conn_set_peer_cid(struct dp_conn *conn, const uint8_t *cid, size_t bytes) {
+    if (bytes > DP_CID_MAX)
+        return;
+    memcpy(conn->peer_cid, cid, bytes);
+    conn->peer_cid_bytes = (uint8_t)bytes;
+}
+
+const struct dp_path *dp_conn_path(const struct dp_conn *conn) {
+    return &conn->path;
+}
+
+void dp_conn_close(struct dp_conn *conn, const uint8_t *frames, size_t size) {
+    if (conn->over)
+        return;
+    conn->over = true;
+    drop_controls(conn);
+    if (size && size <= conn->datagram)
+        conn->close_frames = dp_pool_take(conn->pool, size, NULL);
+    if (conn->close_frames) {
+        memcpy(conn->close_frames, frames, size);
+        conn->close_size = size;
+        conn->close_due = true;
+        conn->resend_close_at = 1;
+    }
+    dp_conn_touch(conn);
+}
+
+bool dp_conn_is_over(const struct dp_conn *conn) {
+    return conn->over;
+}
+
+void dp_conn_ping(struct dp_conn *conn) {
+    conn->due |= DP_DUE_PING;
+    dp_conn_touch(conn);
+}
+
+void dp_conn_update_keys_every(struct dp_conn *conn, uint64_t packets) {
+    conn->update_every = packets;
+}
+
+/* For pages and tests ------------------------------------------------------------------------- */
+
+size_t dp_conn_datagram(const struct dp_conn *conn) {
+    return conn->datagram;
+}
+
+int64_t dp_conn_at_ns(const struct dp_conn *conn) {
+    return conn->at_ns;
+}
+
+int64_t dp_conn_last_received(const struct dp_conn *conn) {
+    return conn->last_received;
+}
+
+struct dp_conn_stats dp_conn_stats(const struct dp_conn *conn) {
+    struct dp_conn_stats stats = conn->stats;
+    stats.window = conn->recovery.window;
+    stats.smoothed_rtt = conn->recovery.smoothed_rtt;
+    stats.streams = conn->streams;
+    stats.memory = (uint32_t)(sizeof *conn + conn->table_room * sizeof *conn->table +
+                              conn->record_room * sizeof *conn->records +
+                              conn->recovery.room * sizeof *conn->recovery.sent +
+                              conn->received.room * sizeof *conn->received.range +
+                              conn->streams * sizeof **conn->table);
+    return stats;
+}
