@@ -90,7 +90,54 @@ def frames() -> dict[str, bytes]:
     return single | mixed
 
 
-SEEDS = {"frames": frames}
+def packet(payload: bytes, kind: int = 0) -> bytes:
+    """A record of the target `packets`: how it is sent, its length, its payload."""
+    return bytes([kind]) + len(payload).to_bytes(2, "little") + payload
+
+
+def stream(number: int, offset: int, data: bytes, fin: bool = False) -> bytes:
+    return frame(0x0E | fin, number, offset, len(data), data=data)
+
+
+def packets() -> dict[str, bytes]:
+    """Rows of packets to one connection."""
+    body = bytes(range(256))
+    jumped, given, forged, repeated, updated = range(1, 6)
+    placed = packet(stream(0, 0, b"HEAD"))
+    one_by_one = {name: packet(payload) for name, payload in frames().items() if len(payload) < 100}
+    rows = {
+        "whole": packet(stream(0, 0, b"HEAD" + body, fin=True)),
+        "in-order": placed + packet(stream(0, 4, body)) + packet(stream(0, 260, body, fin=True)),
+        "out-of-order": placed
+        + packet(stream(0, 260, body, fin=True))
+        + packet(stream(0, 4, body)),
+        "overlapping": placed
+        + b"".join(packet(stream(0, 4 + i * 40, body)) for i in (3, 1, 0, 2, 4)),
+        "forged-into-place": placed
+        + packet(stream(0, 4, body), forged)
+        + packet(stream(0, 4, body[::-1]))
+        + packet(stream(0, 4, body), forged),
+        "repeated": placed + packet(stream(0, 4, body)) + packet(b"", repeated) * 2,
+        "beyond-the-place": placed + packet(stream(0, 4, body * 2 + b"more", fin=True)),
+        "over-the-window": placed + packet(stream(0, 2048, b"x")),
+        "final-size": packet(stream(0, 0, b"12345678", fin=True)) + packet(stream(0, 8, b"9")),
+        "reset-in-place": placed + packet(frame(0x04, 0, 9, 300)) + packet(stream(0, 4, body)),
+        "stopped": placed + packet(frame(0x05, 0, 9)) + packet(stream(0, 4, body, fin=True)),
+        "many-streams": b"".join(packet(stream(4 * i, 0, b"abcd", fin=True)) for i in range(8)),
+        "too-many-streams": packet(stream(4 * 8, 0, b"abcd")),
+        "opens-lower": packet(stream(4 * 7, 0, b"abcd")) + packet(stream(4, 0, b"abcd", fin=True)),
+        "updated": placed + packet(stream(0, 4, body), updated) + packet(stream(0, 260, b"x")),
+        "jumps": placed + packet(b"\x01", jumped + 6 * 40) * 6,
+        "given": packet(body, given) + packet(b"", given),
+        "acks-the-unsent": packet(ack(0x02, 1000, 0, 0)),
+        "acks-all": packet(ack(0x02, 0, 0, 0)) + packet(stream(1, 0, b"answer", fin=True)),
+        "gaps": placed + b"".join(packet(stream(0, 5 + 2 * i, b"x")) for i in range(60)),
+        "reserved": packet(b""),
+    }
+    return {f"frame-{name}": row for name, row in one_by_one.items()} | rows
+
+
+SEEDS = {"frames": frames, "packets": packets}
 
 
 def main() -> None:

@@ -37,8 +37,13 @@ class Target(NamedTuple):
     libraries: tuple[str, ...] = ()
 
 
+_CONNECTION = (
+    "conn", "conn_fate", "conn_in", "conn_out", "frames", "pool", "protect", "ranges", "recovery",
+    "streams",
+)  # fmt: skip
 TARGETS = {
     "frames": Target(("quic/frames.c",)),
+    "packets": Target(tuple(f"quic/{name}.c" for name in _CONNECTION), ("crypto",)),
 }
 
 

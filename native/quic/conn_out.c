@@ -285,6 +285,7 @@ static bool may_send(struct dp_conn *conn, int64_t now) {
     }
     int64_t at = dp_recovery_paced_at(&conn->recovery, now);
     if (at > now) {
+        conn->recovery.window_limited = true;
         conn->pacing_at = at;
         return false;
     }
@@ -360,6 +361,8 @@ size_t dp_conn_build(struct dp_conn *conn, int64_t now, uint8_t *datagram, struc
     if (conn->probes)
         prepare_probe(conn);
     bool sending = has_frames(conn) && may_send(conn, now);
+    if (!has_frames(conn))
+        conn->recovery.window_limited = false; /* this round ends for want of data */
     if ((!sending && !ack_due(conn, now)) || !dp_recovery_has_room(&conn->recovery)) {
         conn->touched = false;
         return 0;
