@@ -10,9 +10,21 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-HEADERS = ("slots.h", "region.h", "tokens.h", "udp.h", "attach.h", "latency.h")
-SOURCES = ("slots.c", "region.c", "tokens.c", "udp.c", "attach.c", "latency.c")
-DEPENDS = (*HEADERS, "atomics.h")
+# In the order in which each may use those before it.
+HEADERS = (
+    "slots.h", "region.h", "tokens.h", "udp.h", "attach.h", "latency.h", "quic/hand_over.h",
+    "pump/pump.h", "pump/loop.h", "pump/prompt1.h", "pump/raw.h", "pump/load.h",
+)  # fmt: skip
+FOLDERS = ("", "quic/", "pump/")
+
+
+def _files(pattern: str) -> list[str]:
+    return [
+        f"native/{folder}{path.name}"
+        for folder in FOLDERS
+        for path in sorted((HERE / folder).glob(pattern))
+    ]
+
 
 _CONSTANT = re.compile(r"#define\s+DP_\w+\s+(0x[0-9A-Fa-f]+|\d+)\b")
 
@@ -40,11 +52,11 @@ def builder() -> FFI:
     ffi.set_source(
         "dataplane._native",
         "\n".join(f'#include "{name}"' for name in HEADERS),
-        sources=[f"native/{name}" for name in SOURCES],
-        depends=[f"native/{name}" for name in DEPENDS],
+        sources=_files("*.c"),
+        depends=_files("*.h"),
         include_dirs=["native"],
         extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
-        libraries=["pthread"],
+        libraries=["crypto", "pthread"],
         py_limited_api=True,
     )
     return ffi

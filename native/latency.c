@@ -1,9 +1,14 @@
 /* See latency.h. A slice is emptied by the first value that falls into its place a turn later, so
- * recording allocates and sweeps nothing. */
+ * recording allocates and sweeps nothing.
+ *
+ * What is counted is written by one thread: its counters need no read-modify-write, only stores
+ * that another thread may load at any time. */
 #include "latency.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+#include "atomics.h"
 
 #define HALF_BITS                                                                                  \
     10 /* three digits: 2048 sub-buckets, of which each bucket but the first uses half */
@@ -65,15 +70,28 @@ int64_t dp_latency_bucket_high(uint32_t index) {
     return (int64_t)((((sub + HALF) + 1) << bucket) - 1);
 }
 
+/* The writer's own loads need no order; whatever it read it wrote itself. */
+static void add(uint64_t *sum, uint64_t value) {
+    dp_store_relaxed(sum, dp_load_relaxed(sum) + value);
+}
+
+/* Nobody's while it is emptied. The turn is released last, to the acquire in dp_latency_window: who
+ * sees it does not see counts of the turn before. */
+static void empty(struct slice *slice, uint64_t turn) {
+    uint32_t top = dp_load_flag(&slice->top);
+    dp_store_relaxed(&slice->turn, 0);
+    dp_store_flag(&slice->top, 0);
+    for (uint32_t bucket = 0; bucket < top; bucket++)
+        dp_store_flag(&slice->counts[bucket], 0);
+    dp_store_release(&slice->turn, turn);
+}
+
 static void count_in(struct slice *slice, uint64_t turn, uint32_t bucket) {
-    if (slice->turn != turn) {
-        memset(slice->counts, 0, slice->top * sizeof slice->counts[0]);
-        slice->turn = turn;
-        slice->top = 0;
-    }
-    slice->counts[bucket]++;
-    if (bucket >= slice->top)
-        slice->top = bucket + 1;
+    if (dp_load_relaxed(&slice->turn) != turn)
+        empty(slice, turn);
+    dp_store_flag(&slice->counts[bucket], dp_load_flag(&slice->counts[bucket]) + 1);
+    if (bucket >= dp_load_flag(&slice->top))
+        dp_store_flag(&slice->top, bucket + 1);
 }
 
 void dp_latency_record(struct dp_latency *latency, uint32_t series, int64_t value_us,
@@ -89,8 +107,8 @@ void dp_latency_record(struct dp_latency *latency, uint32_t series, int64_t valu
     count_in(&of->long_slices[long_turn % LONG_SLICES], long_turn, bucket);
     while (bound < DP_LATENCY_BOUNDS && value > dp_latency_bounds_us[bound])
         bound++;
-    of->within[bound]++;
-    of->sum_us += value;
+    add(&of->within[bound], 1);
+    add(&of->sum_us, value);
 }
 
 void dp_latency_record_pair(struct dp_latency *latency, uint32_t series, int64_t first_us,
@@ -104,7 +122,7 @@ uint32_t dp_latency_window(struct dp_latency *latency, uint32_t series, uint32_t
     if (series >= latency->count)
         return 0;
     const struct slice *slices = latency->series[series].short_slices, *in[LONG_SLICES];
-    uint32_t n = SHORT_SLICES, back = window_s, found = 0, top = 0;
+    uint32_t n = SHORT_SLICES, back = window_s, found = 0, top = 0, tops[LONG_SLICES];
     uint64_t turn = now_s + 1;
     if (window_s > SHORT_SLICES - 1) {
         slices = latency->series[series].long_slices;
@@ -113,16 +131,19 @@ uint32_t dp_latency_window(struct dp_latency *latency, uint32_t series, uint32_t
         turn = now_s / LONG_S + 1;
     }
     for (uint32_t i = 0; i < n; i++) {
-        if (!slices[i].turn || slices[i].turn > turn || slices[i].turn + back < turn)
+        uint64_t of = dp_load_acquire(&slices[i].turn);
+        if (!of || of > turn || of + back < turn)
             continue;
-        in[found++] = &slices[i];
-        if (slices[i].top > top)
-            top = slices[i].top;
+        in[found] = &slices[i];
+        tops[found] = dp_load_flag(&slices[i].top);
+        if (tops[found] > top)
+            top = tops[found];
+        found++;
     }
     memset(counts, 0, top * sizeof counts[0]);
     for (uint32_t i = 0; i < found; i++)
-        for (uint32_t bucket = 0; bucket < in[i]->top; bucket++)
-            counts[bucket] += in[i]->counts[bucket];
+        for (uint32_t bucket = 0; bucket < tops[i]; bucket++)
+            counts[bucket] += dp_load_flag(&in[i]->counts[bucket]);
     return top;
 }
 
@@ -133,6 +154,6 @@ uint64_t dp_latency_total(struct dp_latency *latency, uint32_t series, uint64_t 
         return 0;
     const struct series *of = &latency->series[series];
     for (uint32_t i = 0; i <= DP_LATENCY_BOUNDS; i++)
-        within[i] = total += of->within[i];
-    return of->sum_us;
+        within[i] = total += dp_load_relaxed(&of->within[i]);
+    return dp_load_relaxed(&of->sum_us);
 }

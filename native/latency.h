@@ -4,7 +4,14 @@
  * with three digits (index as in its reference implementation), so counts can be handed to any
  * implementation of it. A window is a sum of slices: 1 s slices serve windows up to 10 s, 10 s
  * slices those up to 300 s. Beside the windows stands what was counted since the start, under the
- * few fixed bounds that a scraper asks for. */
+ * few fixed bounds that a scraper asks for.
+ *
+ * One thread records; others may read meanwhile, without a lock. A reader may then miss the value
+ * that is being counted, or find it in the one of two places and not yet in the other (the slices
+ * of 1 s and of 10 s, the totals, their sum). While a slice is used again the reader sees it as
+ * empty, or still with a part of what stood in it a turn ago, which is about to leave the longest
+ * window that it serves. Nothing of that lasts: once the recording thread is through, reads are
+ * exact. */
 #ifndef DP_LATENCY_H
 #define DP_LATENCY_H
 

@@ -93,6 +93,22 @@ int dp_write(struct dp_region *region, uint32_t slot, const uint8_t *body, size_
     return DP_OK;
 }
 
+int dp_check_placed(struct dp_region *region, uint32_t slot, size_t len) {
+    struct dp_writer *writer = &region->writers[slot];
+    const int32_t *ids = dp_prompt(region, slot) + writer->written;
+    uint32_t vocab = region->geometry.vocab_size, bad = 0;
+    if (len > (size_t)(writer->n_tokens - writer->written) * 4)
+        return DP_OVERFLOW;
+    uint32_t count = (uint32_t)(len / 4);
+    for (uint32_t i = 0; i < count; i++)
+        bad |= (uint32_t)ids[i] >= vocab;
+    if (bad)
+        return say_bad(writer, ids, count, vocab);
+    writer->written += count;
+    writer->partial_bytes = (uint8_t)(len % 4);
+    return DP_OK;
+}
+
 int dp_write_complete(struct dp_region *region, uint32_t slot) {
     const struct dp_writer *writer = &region->writers[slot];
     return writer->written == writer->n_tokens && !writer->partial_bytes;

@@ -13,6 +13,11 @@ void dp_write_begin(struct dp_region *region, uint32_t slot, uint32_t n_tokens, 
  * the slot's buffer is of no use; the caller aborts. */
 int dp_write(struct dp_region *region, uint32_t slot, const uint8_t *body, size_t offset,
              size_t len);
+/* The same for ids of 4 bytes that lie in the slot already, since they were decrypted to where they
+ * belong: check the whole ones of the `len` bytes behind what was written, and count them. What is
+ * left of `len` is the beginning of an id, and counts as partial until the next call, which begins
+ * with it once more. DP_OK, DP_OVERFLOW or DP_BAD_TOKEN. */
+int dp_check_placed(struct dp_region *region, uint32_t slot, size_t len);
 /* 1 when every declared byte was written. */
 int dp_write_complete(struct dp_region *region, uint32_t slot);
 

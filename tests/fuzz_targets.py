@@ -38,8 +38,8 @@ class Target(NamedTuple):
 
 
 _CONNECTION = (
-    "conn", "conn_fate", "conn_in", "conn_out", "frames", "pool", "protect", "ranges", "recovery",
-    "streams",
+    "aead", "aead_wide", "conn", "conn_fate", "conn_in", "conn_out", "frames", "pool", "protect",
+    "ranges", "recovery", "streams",
 )  # fmt: skip
 TARGETS = {
     "frames": Target(("quic/frames.c",)),

@@ -22,13 +22,16 @@ PROGRAMS = ROOT / "tests" / "native"
 # What a program is linked with besides itself, under `native/`; the others are about slots.
 _SLOTS = ("slots", "region", "tokens", "attach")
 _CONNECTION = (
-    "quic/conn", "quic/conn_fate", "quic/conn_in", "quic/conn_out", "quic/frames", "quic/pool",
-    "quic/protect", "quic/ranges", "quic/recovery", "quic/streams",
+    "quic/aead", "quic/aead_wide", "quic/conn", "quic/conn_fate", "quic/conn_in", "quic/conn_out",
+    "quic/frames", "quic/pool", "quic/protect", "quic/ranges", "quic/recovery", "quic/streams",
 )  # fmt: skip
+_PUMP = (*_CONNECTION, "pump/events", "pump/loop", "pump/pump", "pump/routes", "pump/socket")
 SOURCES = {
     "conn": ("slots", "region", *_CONNECTION),
     "frames": ("quic/frames",),
-    "protect": (),  # which it includes, with other limits
+    "protect": ("quic/aead", "quic/aead_wide"),  # it includes protect.c, to reach its limits
+    "load": ("pump/load", "quic/pool"),
+    "pump": ("slots", "region", *_PUMP),
     "ranges": ("quic/ranges", "quic/pool"),
     "recovery": ("quic/recovery", "quic/ranges", "quic/pool", "quic/frames"),
 }
@@ -105,6 +108,7 @@ SANITIZED = {
         Run("traffic", 50_000),
         Run("writers", 300),
         Run("handshake", 20),
+        Run("pump", 100),
     ),
     ASAN: (
         Run("races", 10_000),
@@ -117,6 +121,8 @@ SANITIZED = {
         Run("ranges", 20_000),
         Run("recovery", 100_000),
         Run("conn", 100),
+        Run("load", 500),
+        Run("pump", 200),
     ),
 }
 

@@ -22,6 +22,8 @@ QUICK = (
     Run("ranges", 2_000),
     Run("recovery", 20_000),
     Run("conn", 60),
+    Run("load", 100),
+    Run("pump", 100),
 )
 
 

@@ -26,6 +26,9 @@ SUITES = {
 VERSIONS = (0x00000001, 0x6B3343CF)
 
 
+SOURCES = ("protect", "aead", "aead_wide")
+
+
 class Secret(ctypes.Structure):
     _fields_ = (
         ("version", ctypes.c_uint32),
@@ -37,12 +40,21 @@ class Secret(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def built(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     built = tmp_path_factory.mktemp("protect") / "protect.so"
-    source = native_programs.NATIVE / "quic" / "protect.c"
+    sources = [native_programs.NATIVE / "quic" / f"{name}.c" for name in SOURCES]
     command = [native_programs.compiler(), "-std=c11", "-O2", "-shared", "-fPIC"]
-    subprocess.run([*command, "-o", str(built), str(source), "-lcrypto"], check=True)
+    subprocess.run([*command, "-o", str(built), *map(str, sources), "-lcrypto"], check=True)
     return _declared(built)
+
+
+@pytest.fixture(params=["libcrypto", "ipsec-mb"])
+def library(built: ctypes.CDLL, request: pytest.FixtureRequest) -> ctypes.CDLL:
+    built.dp_aead_allow_wide(request.param != "libcrypto")
+    backend: bytes = built.dp_aead_backend()
+    if backend.decode() != request.param:
+        pytest.skip(f"{request.param} is not installed, or not for this processor")
+    return built
 
 
 def _declared(built: Path) -> ctypes.CDLL:
@@ -53,6 +65,8 @@ def _declared(built: Path) -> ctypes.CDLL:
         ctypes.c_size_t,
         ctypes.c_char_p,
     )
+    library.dp_aead_allow_wide.argtypes = (ctypes.c_bool,)
+    library.dp_aead_backend.restype = text
     for end in ("opener", "sealer"):
         getattr(library, f"dp_{end}_new").restype = pointer
         getattr(library, f"dp_{end}_free").argtypes = (pointer,)

@@ -487,7 +487,10 @@ void dp_conn_set_path(struct dp_conn *conn, const struct dp_path *path, bool val
                       bool is_new) {
     if (memcmp(path, &conn->path, sizeof *path) != 0) {
         conn->path = *path;
-        conn->path_in = conn->path_out = 0;
+        /* What moved the connection counts for what may be answered on the new path. */
+        bool known = conn->has_other_path && memcmp(path, &conn->other_path, sizeof *path) == 0;
+        conn->path_in = known ? conn->other_in : 0;
+        conn->path_out = 0;
         conn->has_other_path = false;
     }
     conn->validated = validated;

@@ -25,6 +25,7 @@ struct packet {
     uint8_t *target;
     const uint8_t *direct;
     size_t ahead;
+    size_t datagram; /* bytes */
     bool elicits, probing, in_order;
 };
 
@@ -250,19 +251,20 @@ static uint64_t take_reset(struct dp_conn *conn, const struct dp_frame *frame) {
     struct dp_receiving *in = &stream->in;
     if (error || in->done)
         return error;
-    bool tell = !in->discard;
-    if (tell) {
+    /* What came before and was not consumed may still be looked at. */
+    in->was_reset = true;
+    conn->depth++;
+    conn->owner->reset(conn->self, conn, stream, frame->reset.code);
+    conn->depth--;
+    if (!in->discard) {
         if (in->place)
             conn->places--;
         dp_stream_discard(stream, conn->pool);
         dp_conn_credit(conn, stream, in->highest - in->consumed);
         in->consumed = in->frontier = in->highest;
     }
-    in->was_reset = in->done = true;
+    in->done = true;
     dp_stream_consume(stream, conn->pool, 0);
-    conn->depth++;
-    conn->owner->reset(conn->self, conn, stream, frame->reset.code);
-    conn->depth--;
     dp_conn_settle(conn, stream);
     return DP_NO_ERROR;
 }
@@ -448,11 +450,15 @@ static int act(struct dp_conn *conn, struct packet *packet, const struct dp_path
     size_t size = (size_t)(foreign - packet->payload);
     bool moved = memcmp(path, &conn->path, sizeof *path) != 0;
     bool told = moved && conn->has_other_path && memcmp(path, &conn->other_path, sizeof *path) == 0;
+    if (told)
+        conn->other_in += packet->datagram;
     if (!size && (!moved || told))
         return DP_TAKEN;
     /* Only the newest packet moves a connection (section 9.3), so only that one need not be told of
      * again. */
     if (moved && !packet->probing && packet->pn == conn->largest) {
+        if (!told)
+            conn->other_in = packet->datagram;
         conn->other_path = *path;
         conn->has_other_path = true;
     }
@@ -476,7 +482,7 @@ static int after_close(struct dp_conn *conn) {
 
 int dp_conn_receive(struct dp_conn *conn, uint8_t *datagram, size_t size,
                     const struct dp_path *path, int64_t now, int64_t at_ns) {
-    struct packet packet = {0};
+    struct packet packet = {.datagram = size};
     if (conn->over)
         return after_close(conn);
     if (conn->failed)

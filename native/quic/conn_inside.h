@@ -68,6 +68,7 @@ struct dp_conn {
     struct dp_path path, other_path;
     bool has_other_path, validated;
     uint64_t path_in, path_out; /* bytes on a path that is not validated */
+    uint64_t other_in;          /* bytes that came on `other_path` */
     uint8_t host_cid_bytes, peer_cid_bytes;
     uint8_t peer_cid[DP_CID_MAX];
     uint32_t datagram;

@@ -11,6 +11,7 @@
 
 #define PN_BYTES_MAX  4
 #define SMALLEST_DATA 8  /* a STREAM frame for fewer bytes is left for the next packet */
+#define PATH_LEAST    80 /* bytes of a packet with a PATH_CHALLENGE and an acknowledgement */
 #define PURE_ACKS     32 /* after so many, one asks for an answer: else the peer's state grows */
 #define LIMIT_FRAME   24 /* the most that a limit, a reset or a stop takes */
 
@@ -66,19 +67,35 @@ static void put_ack(struct dp_conn *conn, struct out *out, int64_t now) {
 
 /* The control plane's ------------------------------------------------------------------------- */
 
+/* A datagram with a PATH_CHALLENGE or PATH_RESPONSE is expanded, as far as it may be (RFC 9000
+ * section 8.2.1): the control plane pads such frames. */
+static bool is_padded(const struct dp_control *control) {
+    static const uint8_t none[32];
+    return control->size > sizeof none &&
+           memcmp(control->frames + control->size - sizeof none, none, sizeof none) == 0;
+}
+
 static void put_control(struct dp_conn *conn, struct out *out, struct dp_path *path) {
     bool first = true;
     struct dp_control *control;
     while ((control = conn->first_control) != NULL) {
+        size_t size = control->size;
+        bool padded = is_padded(control);
+        while (padded && size > room(out) && !control->frames[size - 1])
+            size--;
         /* One that goes elsewhere has a datagram of its own. */
-        if (control->size > room(out) || (control->has_path && !first))
+        if (size > room(out) || (control->has_path && !first))
             return;
         struct dp_record record = {.kind = DP_RECORD_CONTROL, .id = control->token};
         if (control->elicits && !note(conn, out, &record))
             return;
-        memcpy(out->at, control->frames, control->size);
-        out->at += control->size;
+        memcpy(out->at, control->frames, size);
+        out->at += size;
         out->elicits = out->elicits || control->elicits;
+        if (padded) {
+            memset(out->at, DP_FRAME_PADDING, room(out));
+            out->at = out->end;
+        }
         bool elsewhere = control->has_path;
         if (elsewhere)
             *path = control->path;
@@ -270,10 +287,18 @@ static bool has_frames(const struct dp_conn *conn) {
     return conn->first_control || conn->due || conn->first_queued;
 }
 
-/* Whether a full packet of frames may leave. Sets when the pacer lets the next one. */
+/* What may be sent on a path before it is validated (RFC 9000 section 8.1). */
+static size_t path_room(const struct dp_conn *conn) {
+    uint64_t allowed = conn->path_in * 3;
+    if (conn->validated || allowed >= conn->path_out + conn->datagram)
+        return conn->datagram;
+    return allowed > conn->path_out ? (size_t)(allowed - conn->path_out) : 0;
+}
+
+/* Whether a packet of frames may leave. Sets when the pacer lets the next one. */
 static bool may_send(struct dp_conn *conn, int64_t now) {
     conn->pacing_at = DP_NEVER;
-    if (!conn->validated && conn->path_out + conn->datagram > conn->path_in * 3)
+    if (path_room(conn) < PATH_LEAST)
         return false;
     if (!dp_recovery_has_room(&conn->recovery))
         return false;
@@ -376,7 +401,7 @@ size_t dp_conn_build(struct dp_conn *conn, int64_t now, uint8_t *datagram, struc
     size_t header = 1 + (size_t)conn->peer_cid_bytes + number;
     struct out out = {.start = datagram + header,
                       .at = datagram + header,
-                      .end = datagram + conn->datagram - DP_TAG_BYTES,
+                      .end = datagram + (sending ? path_room(conn) : conn->datagram) - DP_TAG_BYTES,
                       .first_record = conn->record_next};
     *path = conn->path;
     bool acks = conn->news || ack_due(conn, now);

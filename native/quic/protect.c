@@ -1,5 +1,7 @@
 #include "protect.h"
 
+#include "aead.h"
+
 #include <openssl/evp.h>
 #include <openssl/hmac.h>
 #include <stdlib.h>
@@ -7,7 +9,7 @@
 
 #define VERSION_1 1u
 #define VERSION_2 0x6b3343cfu
-#define IV_BYTES  12
+#define IV_BYTES  DP_NONCE_BYTES
 #define KEY_MAX   32
 #define LABEL_MAX 16
 #define NO_PACKET UINT64_MAX
@@ -16,7 +18,6 @@ struct suite {
     uint16_t id;
     uint8_t key_bytes;
     uint8_t secret_bytes; /* as many as the hash gives */
-    const EVP_CIPHER *(*aead)(void);
     const EVP_CIPHER *(*mask)(void);
     const EVP_MD *(*hash)(void);
     uint64_t forged_limit; /* both limits: RFC 9001 section 6.6 */
@@ -24,12 +25,9 @@ struct suite {
 };
 
 static const struct suite suites[] = {
-    {DP_SUITE_AES_128_GCM, 16, 32, EVP_aes_128_gcm, EVP_aes_128_ecb, EVP_sha256, 1ULL << 52,
-     1ULL << 23},
-    {DP_SUITE_AES_256_GCM, 32, 48, EVP_aes_256_gcm, EVP_aes_256_ecb, EVP_sha384, 1ULL << 52,
-     1ULL << 23},
-    {DP_SUITE_CHACHA20_POLY1305, 32, 32, EVP_chacha20_poly1305, EVP_chacha20, EVP_sha256,
-     1ULL << 36, 1ULL << 62},
+    {DP_SUITE_AES_128_GCM, 16, 32, EVP_aes_128_ecb, EVP_sha256, 1ULL << 52, 1ULL << 23},
+    {DP_SUITE_AES_256_GCM, 32, 48, EVP_aes_256_ecb, EVP_sha384, 1ULL << 52, 1ULL << 23},
+    {DP_SUITE_CHACHA20_POLY1305, 32, 32, EVP_chacha20, EVP_sha256, 1ULL << 36, 1ULL << 62},
 };
 
 /* Where keys come from: the secret of the newest generation that was derived. */
@@ -42,7 +40,7 @@ struct chain {
 /* One generation of packet keys. The context holds the key schedule, so that a packet only sets its
  * nonce. */
 struct keys {
-    EVP_CIPHER_CTX *aead;
+    struct dp_aead aead;
     uint8_t iv[IV_BYTES];
     bool held;
 };
@@ -92,20 +90,19 @@ static bool chain_advance(struct chain *chain) {
     return done;
 }
 
-/* Drop the keys; wipes what libcrypto keeps of them too. */
+/* Drop the keys; wipes what the AEAD keeps of them too. */
 static void keys_drop(struct keys *keys) {
-    if (keys->aead)
-        EVP_CIPHER_CTX_reset(keys->aead);
+    dp_aead_drop(&keys->aead);
     OPENSSL_cleanse(keys->iv, sizeof keys->iv);
     keys->held = false;
 }
 
 /* The packet keys of the chain's secret. */
-static bool keys_derive(struct keys *keys, const struct chain *chain, int sealing) {
+static bool keys_derive(struct keys *keys, const struct chain *chain, bool seals) {
     uint8_t key[KEY_MAX];
     keys->held = expand(chain, "key", key, chain->suite->key_bytes) &&
                  expand(chain, "iv", keys->iv, IV_BYTES) &&
-                 EVP_CipherInit_ex(keys->aead, chain->suite->aead(), NULL, key, NULL, sealing) > 0;
+                 dp_aead_set(&keys->aead, chain->suite->id, key, seals);
     OPENSSL_cleanse(key, sizeof key);
     if (!keys->held)
         keys_drop(keys);
@@ -113,14 +110,12 @@ static bool keys_derive(struct keys *keys, const struct chain *chain, int sealin
 }
 
 /* Set a nonce (RFC 9001 section 5.3) and take the associated data in. */
-static bool keys_begin(const struct keys *keys, uint64_t pn, const uint8_t *header, size_t bytes) {
+static bool keys_begin(struct keys *keys, uint64_t pn, const uint8_t *header, size_t bytes) {
     uint8_t nonce[IV_BYTES];
-    int n;
     memcpy(nonce, keys->iv, IV_BYTES);
     for (size_t i = 0; i < 8; i++)
         nonce[IV_BYTES - 1 - i] ^= (uint8_t)(pn >> 8 * i);
-    return EVP_CipherInit_ex(keys->aead, NULL, NULL, NULL, nonce, -1) > 0 &&
-           EVP_CipherUpdate(keys->aead, NULL, &n, header, (int)bytes) > 0;
+    return dp_aead_begin(&keys->aead, nonce, header, bytes);
 }
 
 /* Header protection (section 5.4). Its key outlives every key update (section 6). */
@@ -165,7 +160,7 @@ struct dp_opener {
     struct chain chain; /* of the next keys */
     uint8_t current;
     uint8_t phase;
-    bool failed; /* libcrypto refused a step of this packet */
+    bool failed; /* the AEAD refused a step of this packet */
 };
 
 static struct keys *ahead(struct dp_opener *opener, unsigned steps) {
@@ -182,16 +177,14 @@ static struct keys *previous_keys(struct dp_opener *opener) {
 
 /* Without memory the next keys are missing, and packets that need them are not opened. */
 static bool derive_next(struct dp_opener *opener) {
-    return chain_advance(&opener->chain) && keys_derive(next_keys(opener), &opener->chain, 0);
+    return chain_advance(&opener->chain) && keys_derive(next_keys(opener), &opener->chain, false);
 }
 
 struct dp_opener *dp_opener_new(const struct dp_secret *secret) {
     struct dp_opener *opener = calloc(1, sizeof *opener);
     bool done = opener && chain_start(&opener->chain, secret);
-    for (int i = 0; done && i < RING; i++)
-        done = (opener->ring[i].aead = EVP_CIPHER_CTX_new()) != NULL;
     done = done && (opener->mask = mask_new(&opener->chain)) != NULL &&
-           keys_derive(&opener->ring[0], &opener->chain, 0) && derive_next(opener);
+           keys_derive(&opener->ring[0], &opener->chain, false) && derive_next(opener);
     if (!done) {
         dp_opener_free(opener);
         return NULL;
@@ -205,7 +198,7 @@ void dp_opener_free(struct dp_opener *opener) {
     if (!opener)
         return;
     for (int i = 0; i < RING; i++)
-        EVP_CIPHER_CTX_free(opener->ring[i].aead);
+        dp_aead_free(&opener->ring[i].aead);
     EVP_CIPHER_CTX_free(opener->mask);
     OPENSSL_cleanse(opener, sizeof *opener);
     free(opener);
@@ -237,17 +230,8 @@ bool dp_opener_begin(struct dp_opener *opener, uint64_t pn, uint8_t phase, const
 }
 
 void dp_opener_next(struct dp_opener *opener, const uint8_t *from, size_t bytes, uint8_t *to) {
-    int n;
-    if (opener->using && EVP_DecryptUpdate(opener->using->aead, to, &n, from, (int)bytes) <= 0)
+    if (opener->using && !dp_aead_next(&opener->using->aead, from, bytes, to))
         opener->failed = true;
-}
-
-static bool tag_holds(const struct keys *keys, const uint8_t *tag) {
-    uint8_t nothing[DP_TAG_BYTES];
-    int n;
-    return EVP_CIPHER_CTX_ctrl(keys->aead, EVP_CTRL_AEAD_SET_TAG, DP_TAG_BYTES,
-                               (void *)(uintptr_t)tag) > 0 &&
-           EVP_DecryptFinal_ex(keys->aead, nothing, &n) > 0;
 }
 
 /* The next keys opened a packet: they are the current ones from here on. */
@@ -260,12 +244,12 @@ static void follow_update(struct dp_opener *opener, uint64_t pn) {
 }
 
 bool dp_opener_end(struct dp_opener *opener, uint64_t pn, const uint8_t *tag, bool *updated) {
-    const struct keys *used = opener->using;
+    struct keys *used = opener->using;
     *updated = false;
     opener->using = NULL;
     if (!used)
         return false;
-    if (opener->failed || !tag_holds(used, tag)) {
+    if (opener->failed || !dp_aead_holds(&used->aead, tag)) {
         opener->forged++;
         return false;
     }
@@ -302,9 +286,8 @@ struct dp_sealer {
 struct dp_sealer *dp_sealer_new(const struct dp_secret *secret) {
     struct dp_sealer *sealer = calloc(1, sizeof *sealer);
     bool done = sealer && chain_start(&sealer->chain, secret) &&
-                (sealer->keys.aead = EVP_CIPHER_CTX_new()) != NULL &&
                 (sealer->mask = mask_new(&sealer->chain)) != NULL &&
-                keys_derive(&sealer->keys, &sealer->chain, 1);
+                keys_derive(&sealer->keys, &sealer->chain, true);
     if (!done) {
         dp_sealer_free(sealer);
         return NULL;
@@ -316,7 +299,7 @@ struct dp_sealer *dp_sealer_new(const struct dp_secret *secret) {
 void dp_sealer_free(struct dp_sealer *sealer) {
     if (!sealer)
         return;
-    EVP_CIPHER_CTX_free(sealer->keys.aead);
+    dp_aead_free(&sealer->keys.aead);
     EVP_CIPHER_CTX_free(sealer->mask);
     OPENSSL_cleanse(sealer, sizeof *sealer);
     free(sealer);
@@ -328,15 +311,11 @@ void dp_sealer_mask(struct dp_sealer *sealer, const uint8_t *sample, uint8_t mas
 
 void dp_sealer_seal(struct dp_sealer *sealer, uint64_t pn, const uint8_t *header,
                     size_t header_bytes, uint8_t *payload, size_t bytes) {
-    EVP_CIPHER_CTX *aead = sealer->keys.aead;
-    uint8_t *tag = payload + bytes;
-    int n;
+    struct dp_aead *aead = &sealer->keys.aead;
     sealer->used++;
     if (sealer->keys.held && sealer->used <= sealer->chain.suite->sealed_limit &&
         keys_begin(&sealer->keys, pn, header, header_bytes) &&
-        EVP_EncryptUpdate(aead, payload, &n, payload, (int)bytes) > 0 &&
-        EVP_EncryptFinal_ex(aead, tag, &n) > 0 &&
-        EVP_CIPHER_CTX_ctrl(aead, EVP_CTRL_AEAD_GET_TAG, DP_TAG_BYTES, tag) > 0)
+        dp_aead_next(aead, payload, bytes, payload) && dp_aead_tag(aead, payload + bytes))
         return;
     /* Keys that are worn out, or missing because an update found no memory. Whatever the caller
      * does now, no plaintext goes out: the peer drops such a packet. */
@@ -345,7 +324,7 @@ void dp_sealer_seal(struct dp_sealer *sealer, uint64_t pn, const uint8_t *header
 
 uint8_t dp_sealer_update(struct dp_sealer *sealer) {
     sealer->keys.held =
-        chain_advance(&sealer->chain) && keys_derive(&sealer->keys, &sealer->chain, 1);
+        chain_advance(&sealer->chain) && keys_derive(&sealer->keys, &sealer->chain, true);
     sealer->used = 0;
     return sealer->phase ^= 1;
 }

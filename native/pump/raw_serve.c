@@ -1,0 +1,310 @@
+/* The raw front as a whole: attaching and detaching, deadlines, sleep and wake, counters. */
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+
+#include "../tokens.h"
+#include "prompt1.h"
+#include "raw_inside.h"
+
+#define MOST_US UINT32_MAX /* what a verdict has room for */
+
+/* The front's memory -------------------------------------------------------------------------- */
+
+struct dp_raw *dp_raw_of(struct dp_pump *pump) {
+    if (pump->raw)
+        return pump->raw;
+    struct dp_raw *raw = calloc(1, sizeof *raw);
+    struct dp_latency *latency = raw ? dp_latency_new(DP_RAW_SERIES) : NULL;
+    if (!latency) {
+        free(raw);
+        return NULL;
+    }
+    raw->latency = latency;
+    raw->sweep_at = raw->overdue_at = DP_RAW_NEVER;
+    raw->first_held = raw->last_held = DP_RAW_NOBODY;
+    if (getrandom(&raw->next_id, sizeof raw->next_id, GRND_NONBLOCK) != sizeof raw->next_id)
+        raw->next_id = (uint64_t)dp_realtime_ns();
+    raw->next_id = raw->next_id >> 1 ? raw->next_id >> 1 : 1;
+    pump->raw = raw;
+    return raw;
+}
+
+static void free_arrays(struct dp_raw *raw) {
+    free(raw->exchanges);
+    free(raw->watches);
+    free(raw->changed);
+    free(raw->unanswered);
+    free(raw->scratch);
+    raw->exchanges = NULL;
+    raw->watches = NULL;
+    raw->changed = raw->unanswered = NULL;
+    raw->scratch = NULL;
+    raw->region = NULL;
+}
+
+void dp_raw_free(struct dp_pump *pump) {
+    struct dp_raw *raw = pump->raw;
+    if (!raw)
+        return;
+    pump->raw = NULL;
+    free_arrays(raw);
+    dp_latency_free(raw->latency);
+    free(raw);
+}
+
+/* Attaching and detaching --------------------------------------------------------------------- */
+
+static bool is_sound(const struct dp_region *region, const struct dp_raw_config *config,
+                     const char *busy_reason) {
+    const struct dp_geometry *geometry = &region->geometry;
+    /* The verbs here are those of the host table. */
+    return geometry->table == DP_TABLE_HOST && config->owner >= 1 &&
+           config->owner <= geometry->listeners && config->count >= 1 &&
+           config->first < geometry->slots && config->count <= geometry->slots - config->first &&
+           config->body_timeout >= 0 && strlen(busy_reason) <= DP_RAW_REASON_MAX;
+}
+
+static bool make_arrays(struct dp_raw *raw, const struct dp_geometry *geometry) {
+    size_t slots = geometry->slots;
+    raw->exchanges = calloc(slots, sizeof *raw->exchanges);
+    raw->watches = calloc(slots, sizeof *raw->watches);
+    raw->changed = calloc(slots, sizeof *raw->changed);
+    raw->unanswered = calloc(slots, sizeof *raw->unanswered);
+    raw->scratch =
+        malloc(DP_PROMPT1_VERDICT_BYTES + (size_t)geometry->max_output * 4 + DP_PROMPT1_END_BYTES);
+    if (!raw->exchanges || !raw->watches || !raw->changed || !raw->unanswered || !raw->scratch)
+        return false;
+    for (uint32_t slot = 0; slot < slots; slot++) {
+        raw->exchanges[slot].slot = slot;
+        raw->exchanges[slot].watch = DP_RAW_NOBODY;
+    }
+    return true;
+}
+
+static int attach(struct dp_pump *pump, struct dp_region *region,
+                  const struct dp_raw_config *config, const char *busy_reason) {
+    struct dp_raw *raw = dp_raw_of(pump);
+    if (!raw || raw->region || !is_sound(region, config, busy_reason))
+        return -1;
+    if (!make_arrays(raw, &region->geometry)) {
+        free_arrays(raw);
+        return -1;
+    }
+    raw->region = region;
+    raw->config = *config;
+    if (!config->max_writing)
+        raw->config.max_writing = (config->count + 1) / 2;
+    raw->broken = false;
+    raw->next_probe = 0;
+    raw->overdue_at = DP_RAW_NEVER;
+    raw->watched = raw->unanswered_count = 0;
+    size_t reason = strlen(busy_reason);
+    memcpy(raw->busy + DP_PROMPT1_VERDICT_BYTES, busy_reason, reason);
+    raw->busy_bytes = (uint32_t)(DP_PROMPT1_VERDICT_BYTES + reason);
+    return 0;
+}
+
+int dp_raw_attach(struct dp_pump *pump, struct dp_region *region,
+                  const struct dp_raw_config *config, const char *busy_reason) {
+    dp_pump_lock(pump);
+    int status = attach(pump, region, config, busy_reason);
+    dp_pump_unlock(pump);
+    return status;
+}
+
+static void end_all(struct dp_pump *pump, uint32_t code) {
+    struct dp_raw *raw = pump->raw;
+    for (uint32_t slot = 0; slot < raw->region->geometry.slots; slot++) {
+        struct dp_raw_exchange *exchange = &raw->exchanges[slot];
+        if (!exchange->live)
+            continue;
+        if (!exchange->answered) {
+            dp_raw_refuse(pump, exchange, DP_WHY_LOST, 0, 0);
+            continue;
+        }
+        dp_raw_let_go(pump, exchange);
+        raw->stats.failed++;
+        dp_raw_fail(exchange, code);
+    }
+}
+
+void dp_raw_detach(struct dp_pump *pump, uint32_t code) {
+    dp_pump_lock(pump);
+    if (pump->raw && pump->raw->region) {
+        end_all(pump, code);
+        free_arrays(pump->raw);
+        pump->raw->watched = pump->raw->unanswered_count = 0;
+        pump->raw->overdue_at = DP_RAW_NEVER;
+    }
+    dp_pump_ring(pump);
+    dp_pump_unlock(pump);
+}
+
+void dp_raw_end_all(struct dp_pump *pump, uint32_t code) {
+    dp_pump_lock(pump);
+    if (pump->raw && pump->raw->region)
+        end_all(pump, code);
+    dp_pump_ring(pump);
+    dp_pump_unlock(pump);
+}
+
+void dp_raw_drain(struct dp_pump *pump) {
+    dp_pump_lock(pump);
+    struct dp_raw *raw = dp_raw_of(pump);
+    if (raw)
+        raw->draining = true;
+    dp_pump_unlock(pump);
+}
+
+/* Counters ------------------------------------------------------------------------------------ */
+
+struct dp_raw_stats dp_raw_stats(struct dp_pump *pump) {
+    struct dp_raw_stats stats = {0};
+    dp_pump_lock(pump);
+    if (pump->raw)
+        stats = pump->raw->stats;
+    dp_pump_unlock(pump);
+    return stats;
+}
+
+/* Each one claimed ends in one of the other three. */
+uint32_t dp_raw_in_flight(struct dp_pump *pump) {
+    struct dp_raw_stats stats = dp_raw_stats(pump);
+    return (uint32_t)(stats.claimed - stats.completed - stats.cancelled - stats.failed);
+}
+
+uint32_t dp_raw_writing(struct dp_pump *pump, uint64_t connection) {
+    dp_pump_lock(pump);
+    const struct dp_entry *entry = dp_pump_entry(pump, connection);
+    uint32_t writing = entry ? entry->writing : 0;
+    dp_pump_unlock(pump);
+    return writing;
+}
+
+struct dp_latency *dp_raw_latency(struct dp_pump *pump) {
+    dp_pump_lock(pump);
+    struct dp_raw *raw = dp_raw_of(pump);
+    dp_pump_unlock(pump);
+    return raw ? raw->latency : NULL;
+}
+
+uint32_t dp_raw_record(struct dp_pump *pump, enum dp_raw_series series, int64_t difference_ns) {
+    struct dp_raw *raw = pump->raw;
+    if (difference_ns < 0) {
+        raw->stats.negative++;
+        return 0;
+    }
+    int64_t us = difference_ns / 1000;
+    if (us > MOST_US)
+        us = MOST_US;
+    dp_latency_record(raw->latency, series, us, (uint64_t)pump->now / 1000000000);
+    return (uint32_t)us;
+}
+
+/* Time ---------------------------------------------------------------------------------------- */
+
+/* Nearly every header and body comes in time, so none costs an entry in a queue of deadlines; while
+ * there are any, all are looked at so often that none waits much longer than it may. */
+void dp_raw_expect(struct dp_pump *pump) {
+    struct dp_raw *raw = pump->raw;
+    if (raw->sweep_at == DP_RAW_NEVER)
+        raw->sweep_at = pump->now + raw->config.body_timeout / DP_RAW_SWEEPS;
+}
+
+/* The header was in the kernel for queue_ns. */
+void dp_raw_set_deadline(struct dp_raw *raw, struct dp_raw_exchange *exchange) {
+    int64_t arrived = exchange->started - (exchange->queue_ns > 0 ? exchange->queue_ns : 0);
+    exchange->deadline_at = arrived + (int64_t)exchange->deadline_ms * 1000000;
+    if (exchange->deadline_at < raw->overdue_at)
+        raw->overdue_at = exchange->deadline_at;
+}
+
+static void expire(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
+    if (exchange->writing)
+        dp_raw_refuse(pump, exchange, DP_WHY_LATE,
+                      pump->raw->region->writers[exchange->slot].written, 0);
+    else
+        dp_raw_expire(pump, exchange);
+}
+
+/* Looks at every slot rather than at a queue of deadlines, which would keep those of requests that
+ * ended long before. */
+static void end_overdue(struct dp_pump *pump) {
+    struct dp_raw *raw = pump->raw;
+    int64_t next = DP_RAW_NEVER;
+    for (uint32_t slot = 0; raw->region && slot < raw->region->geometry.slots; slot++) {
+        struct dp_raw_exchange *exchange = &raw->exchanges[slot];
+        if (!exchange->live)
+            continue;
+        if (exchange->deadline_at <= pump->now) {
+            exchange->deadline_at = DP_RAW_NEVER;
+            expire(pump, exchange);
+        } else if (exchange->deadline_at < next) {
+            next = exchange->deadline_at;
+        }
+    }
+    raw->overdue_at = next;
+}
+
+static void sweep(struct dp_pump *pump) {
+    struct dp_raw *raw = pump->raw;
+    while (raw->first_header && (int64_t)raw->first_header->app_number <= pump->now)
+        dp_raw_header_late(pump, raw->first_header);
+    bool left = raw->first_header;
+    for (uint32_t slot = 0; raw->region && slot < raw->region->geometry.slots; slot++) {
+        struct dp_raw_exchange *exchange = &raw->exchanges[slot];
+        if (!exchange->writing)
+            continue;
+        if (exchange->body_due <= pump->now)
+            expire(pump, exchange);
+        else
+            left = true;
+    }
+    raw->sweep_at = left ? pump->now + raw->config.body_timeout / DP_RAW_SWEEPS : DP_RAW_NEVER;
+}
+
+int64_t dp_raw_timer(const struct dp_pump *pump) {
+    const struct dp_raw *raw = pump->raw;
+    if (!raw)
+        return DP_RAW_NEVER;
+    int64_t due = raw->overdue_at < raw->sweep_at ? raw->overdue_at : raw->sweep_at;
+    for (uint32_t slot = raw->first_held; slot != DP_RAW_NOBODY && !raw->broken;
+         slot = raw->exchanges[slot].next_held)
+        if (raw->exchanges[slot].held_until < due)
+            due = raw->exchanges[slot].held_until;
+    return due;
+}
+
+/* What is held for too long is the next pass's. */
+void dp_raw_on_timer(struct dp_pump *pump) {
+    const struct dp_raw *raw = pump->raw;
+    if (raw && raw->overdue_at <= pump->now)
+        end_overdue(pump);
+    if (raw && raw->sweep_at <= pump->now)
+        sweep(pump);
+}
+
+/* Sleep and wake ------------------------------------------------------------------------------ */
+
+static struct dp_raw *attached(const struct dp_pump *pump) {
+    return pump->raw && pump->raw->region ? pump->raw : NULL;
+}
+
+int dp_raw_fd(const struct dp_pump *pump) {
+    const struct dp_raw *raw = attached(pump);
+    return raw ? raw->region->outputs[raw->config.owner - 1] : -1;
+}
+
+bool dp_raw_sleep(struct dp_pump *pump) {
+    struct dp_raw *raw = attached(pump);
+    return !raw || !dp_listener_sleep(raw->region, raw->config.owner, raw->watches,
+                                      raw->broken ? 0 : raw->watched);
+}
+
+void dp_raw_wake(struct dp_pump *pump) {
+    struct dp_raw *raw = attached(pump);
+    if (raw)
+        dp_listener_wake(raw->region, raw->config.owner);
+}
