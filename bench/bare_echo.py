@@ -1,9 +1,9 @@
 """The yardstick of `bench/admission.py`: the least that a server on aioquic does, done with care.
 
 A non-blocking socket drained up to 64 datagrams at a time, routing by connection ID, events after
-each datagram and one `datagrams_to_send` a batch. It answers a request, once whole, with as many
-bytes as the daemon does, in one write, and
-does nothing else: no header is read, no id is checked, no slot is held.
+each datagram and one `datagrams_to_send` a batch. It answers a request, once whole, with the bytes
+that it was given, in one write, and does nothing else: no header is read, no id is checked, no slot
+is held.
 """
 
 import argparse
@@ -88,6 +88,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cert", required=True)
     parser.add_argument("--key", required=True)
-    parser.add_argument("--answer-bytes", type=int, required=True)
+    parser.add_argument("--answer", type=bytes.fromhex, metavar="HEX", required=True)
     options = parser.parse_args()
-    serve(options.cert, options.key, ALPN, bytes(options.answer_bytes))
+    serve(options.cert, options.key, ALPN, options.answer)

@@ -49,7 +49,7 @@ class Attachment:
     Attributes:
         number: Names it in handles; counts from 1.
         ready: Whether the first heartbeat was seen.
-        doorbell, output: The eventfds of the runtime and of listener 1.
+        doorbell, outputs: The eventfds of the runtime and of the listeners, from number 1.
     """
 
     def __init__(
@@ -61,14 +61,10 @@ class Attachment:
         self.tokenizer = tokenizer
         self.pid = pid
         self.ready = False
-        self.doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        try:
-            self.output = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except OSError:
-            os.close(self.doorbell)
-            raise
+        self.doorbell, *self.outputs = _eventfds(1 + region.native.geometry.listeners)
         region.native.doorbell = self.doorbell
-        region.native.outputs[0] = self.output
+        for number, output in enumerate(self.outputs):
+            region.native.outputs[number] = output
         self._started = time.monotonic()
         self._beat = self._step = 0
         self._beat_at = self._step_at = self._started
@@ -76,14 +72,20 @@ class Attachment:
 
     def fds(self) -> list[int]:
         """Return what the runtime is passed, in the contract's order."""
-        return [self.region.fd, self.doorbell, self.output]
+        return [self.region.fd, self.doorbell, *self.outputs]
+
+    @property
+    def output(self) -> int:
+        """The eventfd of listener 1."""
+        return self.outputs[0]
 
     def close(self) -> None:
         """Close the eventfds; verbs that are late ring nobody."""
-        for fd in (self.doorbell, self.output):
-            os.close(fd)
         self.region.native.doorbell = -1
-        self.region.native.outputs[0] = -1
+        for number in range(len(self.outputs)):
+            self.region.native.outputs[number] = -1
+        for fd in (self.doorbell, *self.outputs):
+            os.close(fd)
 
     def silent_s(self, now: float) -> float:
         """Return how long the heartbeat has stood still."""
@@ -117,6 +119,19 @@ class Attachment:
         return any(states[i] & lib.DP_STATE_MASK in waiting for i in range(self.region.slots))
 
 
+def _eventfds(count: int) -> list[int]:
+    """Make so many, or none."""
+    made: list[int] = []
+    try:
+        for _ in range(count):
+            made.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+    except OSError:
+        for fd in made:
+            os.close(fd)
+        raise
+    return made
+
+
 class AttachServer:
     """The Unix socket that runtimes attach to; one at a time.
 
@@ -124,6 +139,7 @@ class AttachServer:
         path: Where to listen; made with mode 0600.
         on_ready: Called when an attachment serves from now on.
         on_drop: Called with an attachment and why it ended, before its region goes.
+        listeners: How many share each region's slots.
     """
 
     def __init__(
@@ -131,11 +147,13 @@ class AttachServer:
         path: str,
         on_ready: Callable[[Attachment], None],
         on_drop: Callable[[Attachment, str], None],
+        listeners: int = 1,
     ) -> None:
         self.path = path
         self.current: Attachment | None = None
         self._on_ready = on_ready
         self._on_drop = on_drop
+        self._listeners = listeners
         self._announced = False
         self._admitting = False
         self._number = 0
@@ -233,6 +251,8 @@ class AttachServer:
         manifest = decode_manifest(line)
         if manifest.partition != "default":
             raise AttachError(f"there is no partition {manifest.partition!r}, only 'default'")
+        if manifest.table != "host":
+            raise AttachError('this daemon has no device table: attach with "table": "host"')
         if self._admitting:
             raise AttachError(f"partition {manifest.partition!r} is getting a runtime already")
         if self.current is not None:
@@ -240,8 +260,6 @@ class AttachServer:
                 f"partition {manifest.partition!r} has a runtime already"
                 f" (attachment {self.current.number}, process {self.current.pid})"
             )
-        if manifest.table != "host":
-            raise AttachError('this daemon has no device table: attach with "table": "host"')
         return manifest
 
     async def _admit(self, manifest: Manifest, fds: list[int], pid: int) -> Attachment:
@@ -251,9 +269,11 @@ class AttachServer:
         self._admitting = True
         try:
             if region_bytes(manifest) > INLINE_BYTES:
-                region = await asyncio.to_thread(create_region, manifest, self._number, 1)
+                region = await asyncio.to_thread(
+                    create_region, manifest, self._number, self._listeners
+                )
             else:
-                region = create_region(manifest, self._number, 1)
+                region = create_region(manifest, self._number, self._listeners)
         finally:
             self._admitting = False
         self.current = Attachment(self._number, manifest, region, tokenizer, pid)

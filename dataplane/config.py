@@ -124,6 +124,18 @@ def _choice(choices: Sequence[str]) -> Kind:
     return Kind(f"one of {', '.join(choices)}", (str,), parse)
 
 
+def _switch(value: str | bool, base: Path) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value not in _SWITCH_WORDS:
+        raise ValueError(value)
+    return _SWITCH_WORDS[value]
+
+
+_SWITCH_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+SWITCH = Kind("true or false", (bool,), _switch)
+
+
 def integer(least: int, most: int) -> Kind:
     """Whole numbers within bounds."""
 
@@ -230,6 +242,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("max_connections", "N", integer(1, 1_048_576), "1024", "connections at once"),
     Setting("max_writing", "N", integer(1, 1024), None, "slots one connection may be filling",
             "half the slots, rounded up"),
+    Setting("no_pump", "", SWITCH, "false", "do every packet in Python, without the packet pump"),
+    Setting("busy_poll", "", SWITCH, "false", "spin on a core instead of sleeping between packets"),
 )  # fmt: skip
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 
@@ -257,13 +271,21 @@ class ServeConfig:
     drain_timeout: float
     max_connections: int
     max_writing: int | None
+    no_pump: bool
+    busy_poll: bool
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(BY_NAME)) -> None:
     """Give `parser` the flags of these settings. Their values stay text until they are loaded."""
     for name in names:
         setting = BY_NAME[name]
-        parser.add_argument(setting.flag, dest=name, metavar=setting.unit, help=setting.say())
+        if setting.kind is SWITCH:
+            # The flag alone says yes; its value stays text, like every other's.
+            parser.add_argument(
+                setting.flag, dest=name, action="store_const", const="true", help=setting.help
+            )
+        else:
+            parser.add_argument(setting.flag, dest=name, metavar=setting.unit, help=setting.say())
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:
@@ -312,7 +334,8 @@ def _from_file(path: Path) -> dict[str, Any]:
         if key not in known:
             raise UsageError(f"{source}: there is no such setting{_suggest(key, known)}")
         # For Python a TOML `true` is an int.
-        if isinstance(value, bool) or not isinstance(value, known[key].kind.types):
+        types = known[key].kind.types
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise known[key].refuse(source, value)
         values[key] = known[key].parse(source, value, path.parent)
     return values
@@ -386,6 +409,8 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> ServeCo
     for given, missing in (("cert", "key"), ("key", "cert")):
         if values[given] is not None and values[missing] is None:
             raise UsageError(f"--{given} {values[given]} needs --{missing} as well")
+    if values["no_pump"] and values["busy_poll"]:
+        raise UsageError("--busy-poll is the packet pump's, which --no-pump leaves out")
     if values["state_dir"] is None:
         values["state_dir"] = default_state_dir(environ)
     if values["socket"] is None:

@@ -2,6 +2,8 @@
 
 Wraps aioquic's sans-IO connection: datagrams and times come in, stream events go to the front that
 the ALPN chose, and what there is to send is asked for once a pass. Never touches a socket.
+`dataplane.pumped` derives from it a connection whose established traffic is the packet pump's; to a
+front both are alike.
 """
 
 import logging
@@ -95,6 +97,7 @@ class Connection:
         self.extra: Any = None
         self._owner = owner
         private.silence(quic)
+        private.give_reset_tokens(quic)
         self._events = private.events_of(quic)
         self._buffered = 0
         self._unread: dict[int, tuple[int, float]] = {}
@@ -115,10 +118,17 @@ class Connection:
     def handle_timer(self, now: float) -> None:
         """Let the connection's timer fire."""
         try:
-            self.quic.handle_timer(now)
+            self._fire(now)
             self._handle_events(0)
         except Exception as error:
             self.broken(error)
+
+    def _fire(self, now: float) -> None:
+        self.quic.handle_timer(now)
+
+    def get_timer(self) -> float | None:
+        """Return when `handle_timer` is due."""
+        return self.quic.get_timer()
 
     def _handle_events(self, at_ns: int) -> None:
         events = self._events
@@ -139,6 +149,7 @@ class Connection:
                     handler(self, event)
 
     def _handshake_completed(self, event: HandshakeCompleted) -> None:
+        private.give_reset_tokens(self.quic)
         self.established = True
         self.front = self._owner.fronts[event.alpn_protocol or ""]
         self.front.opened(self)
@@ -161,6 +172,7 @@ class Connection:
         self._owner.cid_issued(self, event.connection_id)
 
     def _cid_retired(self, event: ConnectionIdRetired) -> None:
+        private.give_reset_tokens(self.quic)  # another one takes its place
         self._owner.cid_retired(self, event.connection_id)
 
     def _terminated(self, event: ConnectionTerminated) -> None:
@@ -226,14 +238,26 @@ class Connection:
         """
         if self._buffered <= BUFFER_LIMIT or self.over:
             return False
-        self._buffered = private.buffered(self.quic)
+        self._buffered = self._unacknowledged()
         return self._buffered > BUFFER_LIMIT
+
+    def _unacknowledged(self) -> int:
+        """Return the bytes that wait to be acknowledged."""
+        return private.buffered(self.quic)
+
+    def _may_wait(self) -> bool:
+        """Whether bytes may wait to be acknowledged, as far as that is known without counting."""
+        return self._buffered > 0
+
+    def _progress(self) -> dict[int, int]:
+        """Return up to where each stream with bytes that wait is acknowledged."""
+        return private.acknowledged(self.quic)
 
     def has_unread(self, now: float) -> bool:
         """Whether the peer is taking bytes of answers, or may yet begin to."""
-        if self.gone or self.over or not self._buffered:
+        if self.gone or self.over or not self._may_wait():
             return False
-        for stream_id, taken in private.acknowledged(self.quic).items():
+        for stream_id, taken in self._progress().items():
             before = self._unread.get(stream_id)
             if before is None or before[0] != taken or now - before[1] <= UNREAD_PATIENCE_S:
                 return True
@@ -258,9 +282,9 @@ class Connection:
         Looked at about once a second. A peer that answers pings but takes no data would otherwise
         keep its answers here for as long as it likes.
         """
-        if not self._buffered or self.over:
+        if self.over or not self._may_wait():
             return []
-        waiting = private.acknowledged(self.quic)
+        waiting = self._progress()
         if not waiting:
             self._buffered = 0
         before = self._unread
@@ -309,19 +333,23 @@ class Connection:
             if not self.established and private.is_untouched(self.quic):
                 self.ended = True  # Its first datagram could not be decrypted: nobody is there.
                 return None
-            for data, path in self.quic.datagrams_to_send(now):
+            for data, path in self._outgoing(now):
                 queue(data, path)
             # aioquic may have queued events of its own while it built packets.
             if self._events:
                 self._handle_events(0)
-            return None if self.ended else self.quic.get_timer()
+            return None if self.ended else self.get_timer()
         except Exception as error:
             self.broken(error)
             return None
 
+    def _outgoing(self, now: float) -> list[tuple[bytes, bytes]]:
+        return self.quic.datagrams_to_send(now)
+
 
 _HANDLERS: dict[type, Callable[[Connection, Any], None]] = {
-    HandshakeCompleted: Connection._handshake_completed,
+    # By its name: a connection with a pump has its own.
+    HandshakeCompleted: lambda connection, event: connection._handshake_completed(event),
     StreamReset: Connection._stream_reset,
     StopSendingReceived: Connection._stop_sending,
     ConnectionIdIssued: Connection._cid_issued,

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING
 
 from aioquic.quic.configuration import QuicConfiguration
 
-from dataplane import http_names, prompt1
+from dataplane import http_names, prompt1, refusals
 from dataplane import quic as private
 from dataplane.admin import AdminServer
 from dataplane.attach import Attachment, AttachServer
 from dataplane.connection import StreamFront
-from dataplane.errors import DataplaneError, Refusal, ResetCode, Status
+from dataplane.errors import DataplaneError, ResetCode
 from dataplane.fronts.generate import Generate
 from dataplane.fronts.prompt1 import Prompt1
 from dataplane.identity import Identity, load_identity, make_state_dir
-from dataplane.ingress import DRAINING, Ingress
-from dataplane.listener import Listener, WakingSelector
+from dataplane.ingress import Ingress
+from dataplane.listener import Engine, Listener, SocketEngine, WakingSelector
 from dataplane.manifest import Manifest
 from dataplane.pages import Pages, Resident
-from dataplane.region import create_region
+from dataplane.pump_engine import LISTENERS, PumpEngine
+from dataplane.region import Region, create_region
 from dataplane.sockets import bind
 from dataplane.stats import Stats
 from dataplane.supervise import Supervisor
@@ -47,7 +48,10 @@ class Daemon:
         self.identity = identity
         self.stats = Stats()
         self.ingress = Ingress(self.stats, config.body_timeout, config.max_writing)
-        self.attachments = AttachServer(str(config.socket), self._attached, self._dropped)
+        self._listeners = 1 if config.no_pump else LISTENERS
+        self.attachments = AttachServer(
+            str(config.socket), self._attached, self._dropped, self._listeners
+        )
         self._null = Resident()
         runtimes = self._null if config.runtime == "null" else self.attachments
         self._pages = pages = Pages(self.stats, runtimes, self.status)
@@ -60,6 +64,7 @@ class Daemon:
             {http_names.ALPN: self.generate, prompt1.ALPN: Prompt1(self.ingress)},
             config.max_connections,
             config.handshake_timeout,
+            _engine(config),
         )
         self.generate.finish_pass = self.listener.finish_pass
         self.ingress.egress.on_broken = self._broken
@@ -86,8 +91,7 @@ class Daemon:
     # The runtime comes and goes.
 
     def _attached(self, attachment: Attachment) -> None:
-        table = HostTable(attachment.region)
-        self.ingress.attach(table)
+        self._serve(attachment.region, null=False)
         self.listener.watch_output(attachment.output)
         if self.supervisor:
             self.supervisor.ready()
@@ -97,9 +101,17 @@ class Daemon:
         )
         _log.info("runtime %s is ready", attachment.manifest.model)
 
+    def _serve(self, region: Region, null: bool) -> None:
+        """Take requests into these slots, the raw front's too where there is one."""
+        self.ingress.attach(HostTable(region), null)
+        self.listener.engine.attach(
+            region, self.ingress.max_writing, self.config.body_timeout, null
+        )
+
     def _dropped(self, attachment: Attachment, why: str) -> None:
         if attachment.ready:
             self.listener.unwatch_output()
+            self.listener.engine.detach()
             self.ingress.detach("the runtime is gone; another one is expected")
             self.listener.finish_pass()
         if self.supervisor:
@@ -108,11 +120,14 @@ class Daemon:
     def _broken(self, rule: str) -> None:
         """Egress read something that the contract forbids: end the attachment after this pass."""
         _log.error("the runtime broke a rule: %s", rule)
+        self._drop_soon(f"it broke a rule: {rule}")
+
+    def _drop_soon(self, why: str) -> None:
         attachment = self.attachments.current
 
         def drop() -> None:
             if self.attachments.current is attachment:
-                self.attachments.drop(f"it broke a rule: {rule}")
+                self.attachments.drop(why)
 
         asyncio.get_running_loop().call_soon(drop)
 
@@ -167,9 +182,9 @@ class Daemon:
                 vocab_size=config.vocab_size,
             )
             manifest.check()
-            region = create_region(manifest, 1, listeners=1)
+            region = create_region(manifest, 1, self._listeners)
             region.close_fd()
-            self.ingress.attach(HostTable(region), null=True)
+            self._serve(region, null=True)
             self._null.serve(manifest, region)
             self._serving.set()
         else:
@@ -224,8 +239,9 @@ class Daemon:
 
     async def _stop(self, sockets: list[socket.socket]) -> None:
         self.ingress.draining = True
-        self.ingress.end_all(Refusal(Status.UNAVAILABLE, DRAINING, 1000), ResetCode.SHUTTING_DOWN)
+        self.ingress.end_all(refusals.draining(), ResetCode.SHUTTING_DOWN)
         if self.listener.started:
+            self.listener.engine.end_all(ResetCode.SHUTTING_DOWN)
             self.listener.finish_pass()
             self.listener.close_all(0, "shutting down")
             self.listener.stop()
@@ -272,6 +288,10 @@ def _runtime_arguments(config: "ServeConfig") -> list[str]:
     else:
         arguments.append(f"--state-dir={config.state_dir}")
     return arguments
+
+
+def _engine(config: "ServeConfig") -> Engine:
+    return SocketEngine() if config.no_pump else PumpEngine(config.busy_poll)
 
 
 def _transport(config: "ServeConfig", identity: Identity) -> QuicConfiguration:

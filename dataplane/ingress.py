@@ -12,6 +12,7 @@ import math
 import secrets
 import time
 
+from dataplane import refusals
 from dataplane.egress import Egress
 from dataplane.errors import Refusal, ResetCode, Status
 from dataplane.exchange import Exchange, Front, Peer, Waiting
@@ -23,13 +24,9 @@ from dataplane.table import SlotTable
 
 _QUEUE = int(Series.QUEUE)
 _STOP = int(Finish.STOP)
-_RETRY_MS_DEFAULT = 1000
 _RETRY_MS_MAX = 10_000
 _SWEEPS = 20  # within one body time-out: a late body waits at most a twentieth longer
 _realtime_ns = time.time_ns
-
-DRAINING = "the daemon is shutting down: send the request to another one"
-LOST = "the runtime was lost before the request reached it: send it again"
 
 
 class Ingress:
@@ -39,6 +36,7 @@ class Ingress:
         table: The slots, or None while no runtime is ready.
         why_unavailable: What a 503 says meanwhile.
         queue_us: From header complete to claim decided, of the last claim.
+        max_writing: Slots that one connection may hold in WRITING.
     """
 
     def __init__(self, stats: Stats, body_timeout: float, max_writing: int | None = None) -> None:
@@ -50,7 +48,7 @@ class Ingress:
         self.queue_us = 0
         self.body_timeout = body_timeout
         self._configured_max_writing = max_writing
-        self._max_writing = 0
+        self.max_writing = 0
         self._null = False
         self._exchanges: list[Exchange] = []
         self._next_id = secrets.randbits(63) or 1
@@ -67,7 +65,7 @@ class Ingress:
         self.table = table
         self.egress.table = table
         self._null = null
-        self._max_writing = self._configured_max_writing or (table.region.slots + 1) // 2
+        self.max_writing = self._configured_max_writing or (table.region.slots + 1) // 2
         self._overdue_at = None
         self._exchanges = [Exchange(slot) for slot in range(table.region.slots)]
 
@@ -76,7 +74,7 @@ class Ingress:
         self.why_unavailable = why
         if self.table is None:
             return
-        self.end_all(Refusal(Status.UNAVAILABLE, LOST, _RETRY_MS_DEFAULT), ResetCode.RUNTIME_LOST)
+        self.end_all(refusals.lost(), ResetCode.RUNTIME_LOST)
         self.table = self.egress.table = None
         self._exchanges = []
 
@@ -104,13 +102,13 @@ class Ingress:
         table = self.table
         self.queue_us = 0
         if table is None:
-            return Refusal(Status.UNAVAILABLE, self.why_unavailable, _RETRY_MS_DEFAULT)
+            return Refusal(Status.UNAVAILABLE, self.why_unavailable, refusals.RETRY_MS)
         region = table.region
         if request.n_tokens > region.context or request.max_output > region.max_output:
             return self._out_of_bounds(table, request) or Refusal(Status.BAD_REQUEST, "")
         if self.draining:
-            return Refusal(Status.UNAVAILABLE, DRAINING, _RETRY_MS_DEFAULT)
-        if connection.writing >= self._max_writing:
+            return refusals.draining()
+        if connection.writing >= self.max_writing:
             return Refusal(
                 Status.BUSY,
                 f"this connection already holds {connection.writing} slots whose prompts are not"
@@ -123,11 +121,11 @@ class Ingress:
         queue_ns = _realtime_ns() - ready_ns
         if slot < 0:
             self.queue_us = self._latency.record_ns(_QUEUE, queue_ns)
-            return Refusal(Status.BUSY, "every slot is taken", self.retry_after_ms())
+            return Refusal(Status.BUSY, refusals.BUSY, self.retry_after_ms())
         exchange = self._exchanges[slot]
         if exchange.live:
             self.egress.on_broken(f"slot {slot}: it was given out twice")
-            return Refusal(Status.UNAVAILABLE, LOST, _RETRY_MS_DEFAULT)
+            return refusals.lost()
         exchange.front = front
         exchange.connection = connection
         exchange.stream_id = stream_id
@@ -257,18 +255,16 @@ class Ingress:
         assert table is not None
         if status == BAD_TOKEN:
             index, token = table.bad_token(exchange.slot)
-            reason = f"token {index} is {token}; the vocabulary has {table.region.vocab_size}"
+            refusal = refusals.bad_token(index, token, table.region.vocab_size)
         elif status == OVERFLOW:
-            reason = f"the body is longer than the {exchange.n_tokens} tokens that were declared"
+            refusal = refusals.too_long(exchange.n_tokens)
         elif status == SHORT:
             whole, partial = table.written(exchange.slot)
-            reason = f"the body ended after {whole} of {exchange.n_tokens} tokens"
-            if partial:
-                reason += f" and {partial} bytes of the next"
+            refusal = refusals.too_short(whole, partial, exchange.n_tokens)
         else:
             self.egress.on_broken(f"slot {exchange.slot}: it left WRITING under its listener")
-            return self.give_up(exchange, Refusal(Status.UNAVAILABLE, LOST, _RETRY_MS_DEFAULT))
-        return self.give_up(exchange, Refusal(Status.BAD_REQUEST, reason))
+            refusal = refusals.lost()
+        return self.give_up(exchange, refusal)
 
     # Ends before the answer's.
 
@@ -297,9 +293,10 @@ class Ingress:
 
     def retry_after_ms(self) -> int:
         """Return when a slot may be free: the time that a request holds one, over their number."""
-        if not self.stats.hold_s or self.table is None:
-            return _RETRY_MS_DEFAULT
-        expected = self.stats.hold_s * 1000 / self.table.region.slots
+        held_s = self.stats.held_s()
+        if not held_s or self.table is None:
+            return refusals.RETRY_MS
+        expected = held_s * 1000 / self.table.region.slots
         return max(1, min(_RETRY_MS_MAX, round(expected)))
 
     # Time.
@@ -366,10 +363,6 @@ class Ingress:
         if exchange.writing:
             assert self.table is not None
             whole, _ = self.table.written(exchange.slot)
-            reason = f"only {whole} of {exchange.n_tokens} tokens came in time"
-            if whole == exchange.n_tokens:
-                reason = "all tokens came, but not the request's end (FIN) in time"
-            refusal = self.give_up(exchange, Refusal(Status.TIMEOUT, reason))
-            exchange.refuse(refusal)
+            exchange.refuse(self.give_up(exchange, refusals.late(whole, exchange.n_tokens)))
         else:
             self.egress.expire(exchange)

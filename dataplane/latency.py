@@ -58,7 +58,7 @@ class Total(NamedTuple):
 
 
 class Latency:
-    """The histograms of one listener.
+    """The histograms of one listener; with the packet pump, the raw front's beside its own.
 
     Attributes:
         negative: Differences that were dropped because the clock went back.
@@ -70,12 +70,22 @@ class Latency:
         if native == ffi.NULL:
             raise MemoryError("no memory for the latency histograms")
         self._native = ffi.gc(native, lib.dp_latency_free)
+        self._others: list[Any] = []
         self._buffer = ffi.new("uint64_t[]", lib.DP_LATENCY_BUCKETS)
         self._counts = np.frombuffer(ffi.buffer(self._buffer), dtype=np.uint64)
         self._within = ffi.new("uint64_t[]", lib.DP_LATENCY_BOUNDS + 1)
         self._clock = clock
         self.negative = 0
         self.now_s = int(clock())
+
+    def add(self, native: Any) -> None:
+        """Show what is counted in other histograms (`struct dp_latency *`) as well.
+
+        They are somebody else's, who counts in another thread: a value that is being counted while
+        they are read may be missed.
+        """
+        if native not in self._others:
+            self._others.append(native)
 
     def record_ns(self, series: int, difference_ns: int) -> int:
         """Count a difference of two CLOCK_REALTIME stamps; return it in µs, 0 if negative."""
@@ -98,7 +108,15 @@ class Latency:
     def _window(self, series: int, window_s: int, now_s: int) -> npt.NDArray[np.uint64]:
         """Return a window's counts up to the highest bucket in use; good until the next call."""
         used = lib.dp_latency_window(self._native, series, window_s, now_s, self._buffer)
-        return self._counts[:used]
+        counts = self._counts[:used]
+        for other in self._others:
+            before, own = counts.copy(), used
+            used = lib.dp_latency_window(other, series, window_s, now_s, self._buffer)
+            counts = self._counts[: max(own, used)]
+            counts[used:] = 0  # what lies from there on was not written
+            counts[:own] += before
+            used = max(own, used)
+        return counts
 
     def snapshot(self, window_s: int) -> dict[str, Any]:
         """Return the window as `/health?latency99` gives it; `count` is what ingress holds."""
@@ -130,8 +148,16 @@ class Latency:
 
     def total(self, series: int) -> Total:
         """Return what a series counted since the start."""
-        sum_us = lib.dp_latency_total(self._native, series, self._within)
-        return Total(ffi.unpack(self._within, len(self._within)), sum_us)
+        within, sum_us = self._total(self._native, series)
+        for other in self._others:
+            more, more_us = self._total(other, series)
+            within = [a + b for a, b in zip(within, more, strict=True)]
+            sum_us += more_us
+        return Total(within, sum_us)
+
+    def _total(self, native: Any, series: int) -> tuple[list[int], int]:
+        sum_us = lib.dp_latency_total(native, series, self._within)
+        return ffi.unpack(self._within, len(self._within)), sum_us
 
 
 def quantiles(counts: npt.NDArray[np.uint64]) -> tuple[dict[str, int], int]:

@@ -4,16 +4,20 @@ A pass: drain a batch of datagrams, route each by its connection ID, let its con
 then send the output that the runtime made meanwhile; then ask each connection that has something to
 send once, and hand it all to the kernel. Nothing here waits for anything but the socket, the
 runtime's eventfd and the next timer.
+
+What is below that, an *engine* does: `SocketEngine` has aioquic do every packet, and is the
+reference; `dataplane.pump_engine` has the packet pump do those of established connections.
 """
 
 import asyncio
 import heapq
 import logging
+import secrets
 import selectors
 import socket
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 from aioquic._buffer import Buffer
 from aioquic.quic.configuration import QuicConfiguration
@@ -28,8 +32,10 @@ from aioquic.quic.packet import (
 
 from dataplane._native import ffi, lib
 from dataplane.connection import Connection, StreamFront
+from dataplane.errors import ResetCode
 from dataplane.ingress import Ingress
-from dataplane.quic import encode_refusal
+from dataplane.quic import encode_refusal, reset_token
+from dataplane.region import Region
 
 _log = logging.getLogger("dataplane.listener")
 
@@ -39,6 +45,11 @@ _HOUSEKEEPING_S = 1.0
 _BATCH: int = lib.DP_UDP_BATCH
 _DATAGRAM: int = lib.DP_UDP_DATAGRAM
 _PATH_BYTES: int = ffi.sizeof("struct dp_path")
+# Of stateless resets (RFC 9000 section 10.3): the shortest there is, one that looks like any short
+# packet, and how many a second, since each answers a stranger.
+_RESET_MIN = 21
+_RESET_LIKELY = 42
+_RESETS_A_SECOND = 100
 _monotonic = time.monotonic
 
 
@@ -80,6 +91,83 @@ class Socket:
                 return
 
 
+class Engine(Protocol):
+    """What a listener runs on: sockets, connections, and the raw front's slots if it has one."""
+
+    def start(self, listener: "Listener", sockets: list[socket.socket]) -> None: ...
+    def stop(self) -> None: ...
+    def flush(self) -> int: ...
+    def connection(self, listener: "Listener", quic: QuicConnection, sender: Any) -> Connection: ...
+    def attach(self, region: Region, max_writing: int, body_timeout: float, null: bool) -> None: ...
+    def detach(self) -> None: ...
+    def drain(self) -> None: ...
+    def end_all(self, code: ResetCode) -> None: ...
+
+
+class SocketEngine:
+    """The reference: aioquic does every packet, and Python every request."""
+
+    def __init__(self) -> None:
+        self._sockets: list[Socket] = []
+        self._listener: Listener | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, listener: "Listener", sockets: list[socket.socket]) -> None:
+        """Serve these sockets on the running loop."""
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        for sock in sockets:
+            native = Socket(sock)
+            native.warm_up()
+            self._sockets.append(native)
+            self._loop.add_reader(sock.fileno(), self._readable, native)
+
+    def stop(self) -> None:
+        """Leave the sockets."""
+        for native in self._sockets:
+            assert self._loop is not None
+            self._loop.remove_reader(native.socket.fileno())
+
+    def flush(self) -> int:
+        """Send what is queued; how many datagrams the kernel did not take."""
+        return sum(native.flush() for native in self._sockets)
+
+    def connection(self, listener: "Listener", quic: QuicConnection, sender: Any) -> Connection:
+        """Make the connection of a first datagram that came by `sender`."""
+        return Connection(quic, listener, sender)
+
+    def _readable(self, native: Socket) -> None:
+        """Drain up to a batch: what arrives while the first datagrams are worked on belongs to the
+        same pass, since answering costs most per pass."""
+        listener = self._listener
+        assert listener is not None
+        now = _monotonic()
+        listener.begin_pass(now)
+        drained = 0
+        while drained < _BATCH:
+            count = lib.dp_udp_receive(native.udp)
+            if count <= 0:
+                break
+            self._receive(listener, native, count, now)
+            drained += count
+        listener.end_pass()
+
+    @staticmethod
+    def _receive(listener: "Listener", native: Socket, count: int, now: float) -> None:
+        datagrams, buffers, paths = native.datagrams, native.data, native.paths
+        for i in range(count):
+            datagram = datagrams[i]
+            length = datagram.length
+            if CID_BYTES < length <= _DATAGRAM:
+                at_ns = datagram.received_ns or time.time_ns()
+                listener.deliver(native, buffers[i][:length], paths[i][:], now, at_ns)
+
+    def attach(self, region: Region, max_writing: int, body_timeout: float, null: bool) -> None: ...
+    def detach(self) -> None: ...
+    def drain(self) -> None: ...
+    def end_all(self, code: ResetCode) -> None: ...
+
+
 class WakingSelector(selectors.EpollSelector):
     """The event loop's selector, which takes the sleeper's half of the wake-up pair (contract 1).
 
@@ -116,7 +204,9 @@ class Listener:
         fronts: dict[str, StreamFront],
         max_connections: int,
         handshake_timeout: float,
+        engine: Engine | None = None,
     ) -> None:
+        self.engine: Engine = engine or SocketEngine()
         self.fronts = fronts
         self.ingress = ingress
         self._stats = ingress.stats
@@ -131,7 +221,8 @@ class Listener:
         self._half_open: deque[tuple[float, Connection]] = deque()
         self._timers: list[tuple[float, int, Connection]] = []
         self._timer_count = 0
-        self._sockets: list[Socket] = []
+        self._sockets: list[socket.socket] = []
+        self._resets_left = _RESETS_A_SECOND
         self._loop: asyncio.AbstractEventLoop | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._housekeeper: asyncio.TimerHandle | None = None
@@ -143,19 +234,15 @@ class Listener:
         """Serve these sockets on the running loop."""
         self._loop = asyncio.get_running_loop()
         self.started = True
-        for sock in sockets:
-            native = Socket(sock)
-            native.warm_up()
-            self._sockets.append(native)
-            self._loop.add_reader(sock.fileno(), self._readable, native)
+        self._sockets = sockets
+        self.engine.start(self, sockets)
         self._housekeep()
 
     def stop(self) -> None:
         """Leave the sockets; connections that are open are not told."""
-        assert self._loop is not None
-        for native in self._sockets:
-            self._loop.remove_reader(native.socket.fileno())
-            native.socket.close()
+        self.engine.stop()
+        for sock in self._sockets:
+            sock.close()
         for timer in (self._alarm, self._housekeeper):
             if timer:
                 timer.cancel()
@@ -174,6 +261,7 @@ class Listener:
     def drain(self) -> None:
         """Take no new connections and tell the peers of open ones."""
         self.draining = True
+        self.engine.drain()
         for connection in self.connections:
             if connection.established and not connection.gone and connection.front:
                 connection.front.drain(connection)
@@ -193,28 +281,9 @@ class Listener:
 
     # The pass.
 
-    def _readable(self, native: Socket) -> None:
-        """Drain up to a batch: what arrives while the first datagrams are worked on belongs to the
-        same pass, since answering costs most per pass."""
-        now = _monotonic()
+    def begin_pass(self, now: float) -> None:
+        """Set the time that this pass counts with."""
         self._stats.begin_pass(now)
-        drained = 0
-        while drained < _BATCH:
-            count = lib.dp_udp_receive(native.udp)
-            if count <= 0:
-                break
-            self._receive(native, count, now)
-            drained += count
-        self._finish_pass()
-
-    def _receive(self, native: Socket, count: int, now: float) -> None:
-        datagrams, buffers, paths = native.datagrams, native.data, native.paths
-        for i in range(count):
-            datagram = datagrams[i]
-            length = datagram.length
-            if CID_BYTES < length <= _DATAGRAM:
-                at_ns = datagram.received_ns or time.time_ns()
-                self.deliver(native, buffers[i][:length], paths[i][:], now, at_ns)
 
     def deliver(self, native: Sender, data: bytes, path: bytes, now: float, at_ns: int) -> None:
         """Hand one datagram, of more than `CID_BYTES` bytes, to its connection."""
@@ -222,6 +291,8 @@ class Listener:
             connection = self._route_long(native, data, path, now)
         else:
             connection = self._by_cid.get(data[1 : 1 + CID_BYTES])
+            if connection is None:
+                self._reset(native, data, path)
         if connection is not None:
             connection.receive(data, path, now, at_ns)
             if not connection.dirty:
@@ -236,10 +307,11 @@ class Listener:
 
     def finish_pass(self) -> None:
         """Send what came out of the runtime and of timers."""
-        self._stats.begin_pass(_monotonic())
-        self._finish_pass()
+        self.begin_pass(_monotonic())
+        self.end_pass()
 
-    def _finish_pass(self) -> None:
+    def end_pass(self) -> None:
+        """Send what this pass led to."""
         self.ingress.egress.flush()
         # The pass may have taken longer than an acknowledgement may wait (RFC 9000 section 13.2.1):
         # with the time of now it rides along, with that of the pass's start it costs a packet.
@@ -253,8 +325,7 @@ class Listener:
             elif due is not None:
                 self._set_timer(connection, due)
         self._dirty.clear()
-        for native in self._sockets:
-            self._stats.datagrams_dropped += native.flush()
+        self._stats.datagrams_dropped += self.engine.flush()
         self._set_alarm()
 
     # Sleep and wake.
@@ -319,13 +390,28 @@ class Listener:
             configuration=self._configuration,
             original_destination_connection_id=header.destination_cid,
         )
-        connection = Connection(quic, self, native)
+        connection = self.engine.connection(self, quic, native)
         self.connections.add(connection)
         self._stats.connections = len(self.connections)
         self.cid_issued(connection, header.destination_cid)
         self.cid_issued(connection, quic.host_cid)
         self._half_open.append((now + self._handshake_timeout, connection))
         return connection
+
+    def _reset(self, native: Sender, data: bytes, path: bytes) -> None:
+        """Tell the sender of a packet that nobody knows that its connection is gone.
+
+        Each answer is shorter than what it answers, so that two ends that know nothing of each
+        other fall silent, and it looks like a packet (RFC 9000 section 10.3).
+        """
+        size = min(len(data) - 1, _RESET_LIKELY)
+        if size < _RESET_MIN or not data[0] & 0x40 or not self._resets_left:
+            return
+        self._resets_left -= 1
+        token = reset_token(data[1 : 1 + CID_BYTES])
+        noise = bytearray(secrets.token_bytes(size - len(token)))
+        noise[0] = noise[0] & 0x3F | 0x40
+        native.queue(bytes(noise) + token, path)
 
     def _is_full(self) -> bool:
         """Whether as many connections as may be are alive; those that close are bounded apart."""
@@ -368,11 +454,14 @@ class Listener:
         assert self._loop is not None
         self._housekeeper = self._loop.call_later(_HOUSEKEEPING_S, self._housekeep)
         now = _monotonic()
+        self._resets_left = _RESETS_A_SECOND
         patience = self._configuration.idle_timeout
+        broke_off = False
         for connection in list(self.connections):
             for stream_id in connection.stalled(now, patience):
                 connection.break_off(stream_id)
-        if self._dirty:
+                broke_off = True
+        if broke_off:
             self.finish_pass()
 
     def _set_timer(self, connection: Connection, due: float) -> None:
@@ -406,13 +495,13 @@ class Listener:
     def _on_alarm(self) -> None:
         self._alarm = None
         now = _monotonic()
-        self._stats.begin_pass(now)
+        self.begin_pass(now)
         while self._timers and self._timers[0][0] <= now:
             when, _, connection = heapq.heappop(self._timers)
             if connection.timer_at != when:
                 continue  # An earlier entry took its place, or the connection is gone.
             connection.timer_at = None
-            due = connection.quic.get_timer()
+            due = connection.get_timer()
             if due is not None and due > now:
                 self._set_timer(connection, due)
                 continue

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from dataplane.latency import BOUNDS_US, Series
 from dataplane.slots import State
-from dataplane.stats import Stats, cpu_s, rss_bytes
+from dataplane.stats import Counts, Stats, cpu_s, rss_bytes
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -30,43 +30,52 @@ class _Single(NamedTuple):
     name: str
     kind: str
     meaning: str
-    read: Callable[[Stats], float]
+    read: Callable[[Stats, Counts], float]
 
 
 _SINGLES = (
-    _Single("claimed_total", "counter", "Slots claimed.", lambda stats: stats.claimed),
+    _Single("claimed_total", "counter", "Slots claimed.", lambda stats, counts: counts.claimed),
     _Single(
         "completed_total", "counter", "Answers that ended whole.",
-        lambda stats: stats.completed,
+        lambda stats, counts: counts.completed,
     ),
     _Single(
         "cancelled_total", "counter", "Requests that ended by the client's leaving.",
-        lambda stats: stats.cancelled,
+        lambda stats, counts: counts.cancelled,
     ),
     _Single(
         "failed_total", "counter", "Requests that held a slot and ended by an error.",
-        lambda stats: stats.failed,
+        lambda stats, counts: counts.failed,
     ),
-    _Single("in_flight", "gauge", "Requests that hold a slot.", lambda stats: stats.in_flight),
+    _Single(
+        "in_flight", "gauge", "Requests that hold a slot.",
+        lambda stats, counts: counts.in_flight,
+    ),
     _Single(
         "clock_negative_total", "counter",
         "Latencies that were dropped because the clock went back.",
-        lambda stats: stats.latency.negative,
+        lambda stats, counts: counts.negative,
     ),
-    _Single("connections", "gauge", "Open QUIC connections.", lambda stats: stats.connections),
+    _Single(
+        "connections", "gauge", "Open QUIC connections.",
+        lambda stats, counts: stats.connections,
+    ),
     _Single(
         "datagrams_dropped_total", "counter",
         "Datagrams that the kernel did not take when they were sent.",
-        lambda stats: stats.datagrams_dropped,
+        lambda stats, counts: counts.datagrams_dropped,
     ),
-    _Single("uptime_seconds", "gauge", "Time since the start.", lambda stats: stats.uptime_s()),
+    _Single(
+        "uptime_seconds", "gauge", "Time since the start.",
+        lambda stats, counts: stats.uptime_s(),
+    ),
     _Single(
         "cpu_seconds_total", "counter", "CPU time of the daemon, without the runtime's.",
-        lambda stats: cpu_s(),
+        lambda stats, counts: cpu_s(),
     ),
     _Single(
         "resident_memory_bytes", "gauge", "Resident memory of the daemon, the region included.",
-        lambda stats: rss_bytes(),
+        lambda stats, counts: rss_bytes(),
     ),
 )  # fmt: skip
 
@@ -121,9 +130,10 @@ def render(stats: Stats, slots: Sequence[int], model: str | None) -> bytes:
             there is; all 0 without a runtime.
         model: What the runtime serves, a label of vLLM's metrics; None without a runtime.
     """
-    parts = [_requests(stats.answers)]
-    parts += [f"{form}{read(stats)}" for form, read in _SINGLE_FORMS]
-    parts += _slots(stats.in_flight, slots, "" if model is None else label("model_name", model))
+    counts = stats.counts()
+    parts = [_requests(counts.answers)]
+    parts += [f"{form}{read(stats, counts)}" for form, read in _SINGLE_FORMS]
+    parts += _slots(counts.in_flight, slots, "" if model is None else label("model_name", model))
     for series, form in _HISTOGRAM_FORMS:
         within, sum_us = stats.latency.total(series)
         parts.append(form % (*within, sum_us / 1e6, within[-1]))

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from daemon_process import DaemonProcess, daemon_process
 
+from dataplane.client import connect
+from dataplane.load import Load
+
 StartDaemon = Callable[..., DaemonProcess]
 
 
@@ -30,3 +33,14 @@ def bare_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProc
     directory = tmp_path_factory.mktemp("daemon")
     with daemon_process(directory, "--runtime=none", "--idle-timeout=20") as daemon:
         yield daemon
+
+
+@pytest.fixture(params=["pump", "aioquic"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have clients and loads of this process run on each engine in turn; its name."""
+    for made in (connect, Load.__init__):
+        defaults = made.__kwdefaults__
+        assert defaults is not None
+        monkeypatch.setitem(defaults, "pump", request.param == "pump")
+    name: str = request.param
+    return name

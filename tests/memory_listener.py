@@ -27,14 +27,41 @@ from dataplane.ingress import Ingress
 from dataplane.listener import Listener
 from dataplane.manifest import Manifest
 from dataplane.prompt1 import ALPN
+from dataplane.pump import FRONT_EVENTS, NEVER, path_of
+from dataplane.pump_engine import PumpEngine
 from dataplane.region import create_region
 from dataplane.slots import State
 from dataplane.stats import Stats
 from dataplane.table import HostTable
 
 
+class MemoryPump(PumpEngine):
+    """The packet pump without a thread or sockets; every stream is the Python front's."""
+
+    def start(self, listener: Listener, sockets: list[Any]) -> None:
+        self._listener = listener
+
+    def stop(self) -> None: ...
+
+    def front_of(self, alpn: str) -> int:
+        return FRONT_EVENTS
+
+    def flush(self) -> int:
+        """Send all that is due, to where each connection's first datagram came from."""
+        now = int(time.monotonic() * 1e9)
+        for handle, connection in list(self._by_handle.items()):
+            due = self.pump.timer(handle)
+            if due != NEVER and due <= now:
+                self.pump.on_timer(handle, now)
+            while (built := self.pump.build(handle, now)) is not None:
+                connection.socket.queue(*built)
+        return 0
+
+
 class Wire:
     """Where the listener's datagrams go: to the client of their path."""
+
+    number = 0
 
     def __init__(self) -> None:
         self.sent: dict[bytes, list[bytes]] = {}
@@ -122,6 +149,7 @@ class Network:
         handshake_timeout: float = 60.0,
         idle_timeout: float = 60.0,
         front: Callable[[Ingress], StreamFront] = Prompt1,
+        pump: bool = False,
     ) -> None:
         identity = load_identity(state_dir, "localhost")
         configuration = QuicConfiguration(
@@ -133,9 +161,10 @@ class Network:
         manifest = Manifest(model="m", slots=4, context=64, max_output=16, vocab_size=50_000)
         self.region = create_region(manifest, 1, listeners=1)
         self.ingress.attach(HostTable(self.region))
+        self.engine = MemoryPump() if pump else None
         self.listener = Listener(
             configuration, self.ingress, {ALPN: front(self.ingress)}, max_connections,
-            handshake_timeout,
+            handshake_timeout, self.engine,
         )  # fmt: skip
         self.wire = Wire()
         self._count = 0
@@ -143,12 +172,14 @@ class Network:
     def client(self) -> Client:
         """A client that has said nothing yet."""
         self._count += 1
-        return Client(self, b"client %d" % self._count)
+        return Client(self, path_of(("127.0.0.1", 10_000 + self._count)))
 
     def deliver(self, datagrams: list[bytes], path: bytes) -> None:
         """One pass with these datagrams."""
         for data in datagrams:
             self.listener.deliver(self.wire, data, path, time.monotonic(), time.time_ns())
+            if self.engine is not None:
+                self.engine.dispatch(time.monotonic())
         self.listener.finish_pass()
 
     def held(self) -> list[str]:

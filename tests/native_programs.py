@@ -32,6 +32,19 @@ SOURCES = {
     "protect": ("quic/aead", "quic/aead_wide"),  # it includes protect.c, to reach its limits
     "load": ("pump/load", "quic/pool"),
     "pump": ("slots", "region", *_PUMP),
+    "raw": (
+        "slots",
+        "region",
+        "tokens",
+        "latency",
+        "pump/raw",
+        "pump/raw_out",
+        "pump/raw_serve",
+        "pump/prompt1",
+        "quic/streams",
+        "quic/ranges",
+        "quic/pool",
+    ),
     "ranges": ("quic/ranges", "quic/pool"),
     "recovery": ("quic/recovery", "quic/ranges", "quic/pool", "quic/frames"),
 }
@@ -123,6 +136,7 @@ SANITIZED = {
         Run("conn", 100),
         Run("load", 500),
         Run("pump", 200),
+        Run("raw", 20),
     ),
 }
 

@@ -74,7 +74,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Bytes for a tokeniser; the list gets whether the chat template was asked for."""
     asked = []
 
-    async def fetch(server: str, ca: Path | None, chat: bool, say: Any) -> ByteCodec:
+    async def fetch(server: str, ca: Path | None, chat: bool, say: Any, *, pump: bool) -> ByteCodec:
         asked.append(chat)
         return ByteCodec()
 

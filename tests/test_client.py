@@ -25,6 +25,8 @@ from dataplane.client.wire import reset_words
 from dataplane.errors import ResetCode, UnavailableError, UsageError
 from dataplane.prompt1 import ProtocolError, Request, encode_end, encode_request
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 IDS = [0, 7, 256, 65535, 70000, 2**32 - 2]
 ANSWER = whole_answer(IDS)
 

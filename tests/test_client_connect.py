@@ -17,6 +17,8 @@ from dataplane.client import connect, read_ca
 from dataplane.errors import DataplaneError, UnavailableError, UsageError
 from dataplane.identity import load_identity
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 async def answer_whole(stream: Stream) -> None:
     stream.send(whole_answer([1]), fin=True)

@@ -18,6 +18,8 @@ from dataplane.errors import UnavailableError, UsageError
 from dataplane.prompt1 import ProtocolError
 from dataplane.runtime import Finish
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 IDS = [5, 6, 7]
 
 

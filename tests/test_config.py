@@ -15,6 +15,8 @@ from dataplane.config import (
 )
 from dataplane.errors import UsageError
 
+BUSY = "DATAPLANE_BUSY_POLL"
+
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
@@ -49,13 +51,15 @@ def test_the_defaults_are_those_of_the_contract(tmp_path: Path, environ: dict[st
         drain_timeout=30.0,
         max_connections=1024,
         max_writing=None,
+        no_pump=False,
+        busy_poll=False,
     )
 
 
 def test_the_flags_are_those_of_the_contract() -> None:
     flags = "config listen admin state-dir socket cert key runtime slots context max-output"
     flags += " vocab-size token-delay-ms body-timeout idle-timeout handshake-timeout drain-timeout"
-    flags += " max-connections max-writing"
+    flags += " max-connections max-writing no-pump busy-poll"
     assert [setting.flag for setting in SETTINGS] == [f"--{name}" for name in flags.split()]
 
 
@@ -123,6 +127,8 @@ def test_the_state_directory_follows_xdg(tmp_path: Path, monkeypatch: pytest.Mon
         ("idle_timeout", "5s", "a number from 0.1 to 3600"),
         ("drain_timeout", "1e999", "a number from 0 to 3600"),
         ("max_writing", "0", "a whole number from 1 to 1024"),
+        ("no_pump", "maybe", "true or false"),
+        ("busy_poll", "2", "true or false"),
         ("runtime", "vllm", "one of none, null, echo, smollm2"),
         ("listen", "localhost", "HOST:PORT"),
         ("listen", ":4433", "HOST:PORT"),
@@ -161,6 +167,8 @@ def test_a_bad_value_is_refused_by_source_value_and_what_is_allowed(
         ("body_timeout = inf", ":body_timeout: inf is not allowed"),
         ("body_timeout = false", ":body_timeout: False is not allowed"),
         ("listen = 4433", ":listen: 4433 is not allowed; it takes HOST:PORT"),
+        ("busy_poll = 1", ":busy_poll: 1 is not allowed; it takes true or false"),
+        ('no_pump = "true"', ":no_pump: 'true' is not allowed"),
         ("runtime = []", ":runtime: [] is not allowed"),
         ("slot = 8", ":slot: there is no such setting; did you mean slots?"),
         ("max-output = 8", ":max-output: there is no such setting; did you mean max_output?"),
@@ -235,3 +243,18 @@ def test_addresses_are_read_and_written_alike() -> None:
         assert format_address(parse_address(text)) == text
     with pytest.raises(ValueError, match="from 1 to 65535"):
         parse_address("localhost:0", lowest_port=1)
+
+
+def test_a_switch_is_a_flag_alone_a_word_or_a_toml_boolean(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags = vars(parser.parse_args(["--no-pump"]))
+    assert load(flags, environ).no_pump
+    assert load({}, {**environ, BUSY: "yes"}).busy_poll
+    assert "--busy-poll is the packet pump's" in refusal(flags, environ | {BUSY: "1"})
+    file = tmp_path / "switches.toml"
+    file.write_text("busy_poll = true\nno_pump = false")
+    config = load({"config": str(file)}, {**environ, BUSY: "0"})
+    assert (config.no_pump, config.busy_poll) == (False, False)

@@ -32,13 +32,13 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("identity")
 
 
-@pytest.fixture
-def play(state_dir: Path) -> Callable[..., None]:
-    """Play a scene on a network of its own; its slots are free at the end."""
+@pytest.fixture(params=[False, True], ids=["aioquic", "pump"])
+def play(state_dir: Path, request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Play a scene on a network of its own, on each engine; its slots are free at the end."""
 
     def start(scene: Scene, **options: Any) -> None:
         async def main() -> None:
-            with network(state_dir, **options) as made:
+            with network(state_dir, pump=request.param, **options) as made:
                 await scene(made)
 
         run(main())

@@ -27,8 +27,8 @@ from dataplane.identity import load_identity
 from dataplane.load import Load, Server
 from dataplane.load import loop as load_module
 from dataplane.load.tally import LOST, RESET, Schedule, Tally, quantiles
-from dataplane.load.wire import dialogues
-from dataplane.prompt1 import ProtocolError
+from dataplane.load.wire import Exchange, RawDialogue, dialogues, raw_request
+from dataplane.prompt1 import ALPN, ProtocolError
 
 IDS = struct.pack("<3I", 5, 6, 7)
 SECOND = 1_000_000_000
@@ -145,7 +145,7 @@ Faking = Callable[..., FakeDaemon]
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Iterator[Faking]:
+def fake(tmp_path: Path, engine: str) -> Iterator[Faking]:
     with contextlib.ExitStack() as stack:
         yield lambda behaviour: stack.enter_context(fake_daemon_thread(tmp_path, behaviour))
 
@@ -260,6 +260,77 @@ def test_rubbish_ends_the_run(fake: Faking) -> None:
             load.run(1, 1)
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (verdict()[:31], "ended inside its verdict"),
+        (verdict() + b"\1\0\0\0", "ended without its trailer"),
+        (whole_answer([1, 2])[:36] + whole_answer([1, 2])[40:], "counts 2 ids; 4 bytes came"),
+    ],
+)
+def test_an_answer_that_is_not_whole_ends_the_run(fake: Faking, answer: bytes, words: str) -> None:
+    async def cut(stream: Stream) -> None:
+        stream.send(answer, fin=True)
+
+    daemon = fake(cut)
+    with load_of(daemon.port, daemon.ca) as load:
+        load.connect()
+        with pytest.raises(ProtocolError, match=words):
+            load.run(3, 1)
+
+
+def test_what_is_lost_on_the_way_comes_again(fake: Faking) -> None:
+    """A request longer than the window, and answers that the server splits into many packets."""
+    ids = struct.pack("<40000I", *range(40_000))
+
+    async def echo(stream: Stream) -> None:
+        answer = whole_answer(list(range(5000)))
+        for at in range(0, len(answer), 700):
+            stream.send(answer[at : at + 700], fin=at + 700 >= len(answer))
+
+    daemon = fake(echo)
+    alpn, dialogue = dialogues("raw", "127.0.0.1", ids, 0)
+    server = Server(("127.0.0.1", daemon.port), read_ca(daemon.ca))
+    with Load(server, alpn, dialogue, 2) as load:
+        load.connect()
+        assert load.run(6, 2).by_status == {"200": 6}
+    assert {len(stream.data) for stream in daemon.streams} == {48 + len(ids)}
+    assert daemon.streams[-1].ids == list(range(40_000))
+
+
+@pytest.mark.parametrize("options", [{"gso": False}, {"busy_poll": True}])
+def test_the_pumps_thread_may_be_told_how(
+    fake: Faking, engine: str, options: dict[str, bool]
+) -> None:
+    if engine == "aioquic":
+        pytest.skip("there is no such thread")
+    daemon = fake(behave)
+    alpn, dialogue = dialogues("raw", "127.0.0.1", IDS, 0)
+    server = Server(("127.0.0.1", daemon.port), read_ca(daemon.ca))
+    with Load(server, alpn, dialogue, 2, **options) as load:
+        load.connect()
+        assert load.native
+        assert sum(load.run(20, 2).by_status.values()) == 20
+
+
+def test_another_dialogue_gets_the_bytes_itself(fake: Faking) -> None:
+    taken: list[int] = []
+
+    class Counting(RawDialogue):
+        def take(self, exchange: Exchange, stream_id: int, data: bytes, fin: bool) -> None:
+            taken.append(len(data))
+            super().take(exchange, stream_id, data, fin)
+
+    daemon = fake(behave)
+    request = raw_request(IDS, 0)
+    server = Server(("127.0.0.1", daemon.port), read_ca(daemon.ca))
+    with Load(server, ALPN, lambda: Counting(request), 1) as load:
+        load.connect()
+        assert not load.native
+        assert load.run(3, 1).by_status == {"200": 3}
+    assert sum(taken) == 3 * len(whole_answer([1, 2, 3]))
+
+
 # ---------------------------------------------------------------- nobody there
 
 
@@ -341,6 +412,7 @@ def test_another_ca_is_refused(fake: Faking, tmp_path: Path) -> None:
         load.connect()
 
 
+@pytest.mark.usefixtures("engine")
 def test_an_idle_connection_is_kept(daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_module, "_KEEP_ALIVE_NS", SECOND // 10)
     served = daemon("--runtime=null", "--idle-timeout=0.4")

@@ -24,6 +24,7 @@ QUICK = (
     Run("conn", 60),
     Run("load", 100),
     Run("pump", 100),
+    Run("raw", 100),
 )
 
 

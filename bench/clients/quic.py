@@ -1,9 +1,10 @@
 """The QUIC generators: the project's own load generator, and what its peers need different.
 
-It runs on aioquic and costs about what the daemon does; a row in which it was the busier says so
-(`client_bound`). The rule that holds here: an answer of a peer has to be the expected body, as over
-TCP; an answer of `prompt/1` or of the daemon's HTTP/3 is checked by `dataplane.load.wire`, ids
-counted against the trailer.
+`prompt/1` runs natively on the packet pump, HTTP/3 in Python above it, which costs about what an
+HTTP/3 server does; a row in which the generator was the busier says so (`client_bound`). The rule
+that holds here: an answer of a peer has to be the expected body, as over TCP; an answer of
+`prompt/1` or of the daemon's HTTP/3 is checked by `dataplane.load`, ids counted against the
+trailer.
 """
 
 from collections.abc import Callable

@@ -108,11 +108,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """Whom to ask, and how: `raw` or `h3`."""
+    """Whom to ask, and how: `raw` or `h3`, with the packet pump or on aioquic alone."""
 
     server: str
     ca: Path | None = None
     protocol: str = "raw"
+    pump: bool = True
 
 
 async def ask(daemon: Daemon, question: Question, show: Callable[[str], None]) -> Outcome:
@@ -125,11 +126,11 @@ async def ask(daemon: Daemon, question: Question, show: Callable[[str], None]) -
     """
     try:
         if daemon.protocol == "h3":
-            async with connect(daemon.server, daemon.ca, protocol="h3") as client:
+            async with connect(daemon.server, daemon.ca, protocol="h3", pump=daemon.pump) as client:
                 return await _ask_h3(client, question, show)
         if question.ids is None:
             question = await _encoded(daemon, question)
-        async with connect(daemon.server, daemon.ca) as raw:
+        async with connect(daemon.server, daemon.ca, pump=daemon.pump) as raw:
             return await _ask_raw(raw, question, show)
     except DataplaneError as error:
         return failure(error)
@@ -137,7 +138,9 @@ async def ask(daemon: Daemon, question: Question, show: Callable[[str], None]) -
 
 async def _encoded(daemon: Daemon, question: Question) -> Question:
     """Turn the question's text into ids."""
-    codec = await cli_prompts.fetch_codec(daemon.server, daemon.ca, question.chat, say_line)
+    codec = await cli_prompts.fetch_codec(
+        daemon.server, daemon.ca, question.chat, say_line, pump=daemon.pump
+    )
     return replace(question, ids=codec.encode(question.prompt or ""), text=codec.stream())
 
 

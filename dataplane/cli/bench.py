@@ -67,6 +67,8 @@ class Plan:
     runtime: str | None
     slots: int | None
     json: bool = False
+    no_pump: bool = False
+    busy_poll: bool = False
 
     @property
     def in_flight(self) -> int:
@@ -128,6 +130,8 @@ def _say(line: str) -> None:
 
 
 def _check(plan: Plan) -> None:
+    if plan.no_pump and plan.busy_poll:
+        raise UsageError("--busy-poll is the packet pump's, which --no-pump leaves out")
     if plan.server is None:
         for flag, value in (("--ca", plan.ca), ("--admin", plan.admin)):
             if value is not None:
@@ -153,7 +157,7 @@ def _own_daemon(plan: Plan) -> Iterator[Target]:
 
 
 def serve_command(plan: Plan, slots: int, directory: str) -> list[str]:
-    return [
+    command = [
         sys.executable,
         "-m",
         "dataplane",
@@ -169,6 +173,9 @@ def serve_command(plan: Plan, slots: int, directory: str) -> list[str]:
         f"--max-output={max(_MAX_OUTPUT, plan.max_output)}",
         "--drain-timeout=1",
     ]
+    command += ["--no-pump"] * plan.no_pump
+    command += ["--busy-poll"] * plan.busy_poll
+    return command
 
 
 @contextlib.contextmanager
@@ -221,7 +228,8 @@ def measure(plan: Plan, target: Target) -> tuple[Outcome, float | None]:
         ids.byteswap()
     authority = format_address(target.server.address)
     alpn, dialogue = dialogues(plan.protocol, authority, ids.tobytes(), plan.max_output)
-    with Load(target.server, alpn, dialogue, plan.connections) as load:
+    engine = {"pump": not plan.no_pump, "busy_poll": plan.busy_poll}
+    with Load(target.server, alpn, dialogue, plan.connections, **engine) as load:
         load.connect()
         load.run(min(plan.requests, max(_WARM_UP, plan.in_flight)), plan.streams)
         _settle_collector()
@@ -317,3 +325,13 @@ def _show(plan: Plan, outcome: Outcome, cpu_us: float | None) -> None:
     print(f"rate         {outcome.rate:,.0f} a second")
     cpu = "not known: --admin names the port to ask"
     print(f"server CPU   {cpu if cpu_us is None else f'{cpu_us:.1f} µs a request'}")
+    print(f"engine       {_engine(plan)}")
+
+
+def _engine(plan: Plan) -> str:
+    """Name what did the packets; of a server that was there before, only this side is known."""
+    if plan.no_pump:
+        name = "aioquic alone"
+    else:
+        name = "the packet pump" + ", busy-polling" * plan.busy_poll
+    return name if plan.server is None else f"{name} (here)"

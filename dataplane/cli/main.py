@@ -197,6 +197,7 @@ def _add_client(commands: "Commands") -> None:
     parser.add_argument(
         "--no-chat", action="store_true", help="send the text as it is, without the chat template"
     )
+    _add_no_pump(parser, "run on aioquic alone, without the packet pump")
     parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
 
 
@@ -210,7 +211,17 @@ def _add_bench(commands: "Commands") -> None:
     _add_settings(parser, _BENCH_SETTINGS)
     parser.add_argument("--protocol", choices=("raw", "h3"), default="raw")
     parser.add_argument("--runtime", choices=("null", "echo"), help="of its own daemon")
+    _add_no_pump(parser, "run on aioquic alone, its own daemon too")
+    parser.add_argument(
+        "--busy-poll",
+        action="store_true",
+        help="spin instead of sleeping between packets, its own daemon too: a core for each",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
+
+
+def _add_no_pump(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--no-pump", action="store_true", help=text)
 
 
 def _add_profile(commands: "Commands") -> None:
@@ -251,7 +262,9 @@ def _client(options: argparse.Namespace) -> int:
     from dataplane.cli import ask as cli_client
 
     values = _values(options, _CLIENT_SETTINGS)
-    daemon = cli_client.Daemon(options.server, values["ca"], options.protocol)
+    daemon = cli_client.Daemon(
+        options.server, values["ca"], options.protocol, pump=not options.no_pump
+    )
     question = _question(options, values)
     show = cli_client.show_nothing if options.json else cli_client.show_on_stdout
     outcome = asyncio.run(cli_client.ask(daemon, question, show))
@@ -305,6 +318,8 @@ def _bench(options: argparse.Namespace) -> int:
             protocol=options.protocol,
             runtime=options.runtime,
             json=options.json,
+            no_pump=options.no_pump,
+            busy_poll=options.busy_poll,
             **values,
         )
     )

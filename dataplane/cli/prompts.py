@@ -146,7 +146,7 @@ class _ByteText:
 
 
 async def fetch_codec(
-    server: str, ca: Path | None, chat: bool, say: Callable[[str], None]
+    server: str, ca: Path | None, chat: bool, say: Callable[[str], None], *, pump: bool = True
 ) -> Codec:
     """Return the tokeniser of a daemon's runtime, or the small model's where that one has none.
 
@@ -155,12 +155,13 @@ async def fetch_codec(
         ca: The file to verify it with; the state directory's if None.
         chat: Whether to lay text out as a chat, with the runtime's template.
         say: Told when it is the small model's.
+        pump: Whether the packet pump does the packets; False: aioquic alone.
 
     Raises:
         UnavailableError: The daemon cannot be reached, or has no runtime.
         DataplaneError: There is no tokeniser to be had.
     """
-    async with connect(server, ca, protocol="h3") as client:
+    async with connect(server, ca, protocol="h3", pump=pump) as client:
         template = await _fetch_template(client)
         page = await client.get("/tokenizer.json")
     if page.status == Status.OK:

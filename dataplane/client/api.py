@@ -271,6 +271,7 @@ def connect(
     timeout: float = ...,
     idle_timeout: float = ...,
     server_name: str | None = ...,
+    pump: bool = ...,
 ) -> AbstractAsyncContextManager[Client]: ...
 
 
@@ -283,6 +284,7 @@ def connect(
     timeout: float = ...,
     idle_timeout: float = ...,
     server_name: str | None = ...,
+    pump: bool = ...,
 ) -> AbstractAsyncContextManager[Http3Client]: ...
 
 
@@ -294,6 +296,7 @@ def connect(
     timeout: float = CONNECT_TIMEOUT_S,
     idle_timeout: float = IDLE_TIMEOUT_S,
     server_name: str | None = None,
+    pump: bool = True,
 ) -> AbstractAsyncContextManager[Client] | AbstractAsyncContextManager[Http3Client]:
     """Connect to a daemon; the connection is closed at the end of the `async with`.
 
@@ -304,12 +307,13 @@ def connect(
         timeout: Seconds for the connection to stand.
         idle_timeout: Seconds of silence after which it counts as lost.
         server_name: The name in the daemon's certificate, where it is not the host's.
+        pump: Whether the packet pump does the packets; False: aioquic alone.
 
     Raises:
         UsageError: `server`, `ca` or `protocol` cannot be used.
         UnavailableError: There is no connection to be had.
     """
-    how = _How(server, ca, timeout, idle_timeout, server_name)
+    how = _How(server, ca, timeout, idle_timeout, server_name, pump)
     if protocol == "raw":
         return _connect_raw(how)
     if protocol == "h3":
@@ -323,6 +327,7 @@ class _How(NamedTuple):
     timeout: float
     idle_timeout: float
     server_name: str | None
+    pump: bool
 
     async def open(self, alpn: str, kind: type[AnyLink]) -> AnyLink:
         try:
@@ -339,6 +344,7 @@ class _How(NamedTuple):
             timeout=self.timeout,
             idle_timeout=self.idle_timeout,
             server_name=self.server_name,
+            pump=self.pump,
         )
 
 

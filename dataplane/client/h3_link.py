@@ -8,12 +8,11 @@ It knows nothing of what the answers mean. The rules that hold here:
 - Whoever asked hears of the end exactly once.
 """
 
-from typing import Any, Protocol
-
-from aioquic.quic.connection import QuicConnection
+from typing import Protocol
 
 from dataplane.client.answer import ResetError
 from dataplane.client.link import Link
+from dataplane.client.transport import Transport
 from dataplane.errors import DataplaneError, UnavailableError
 from dataplane.http3 import Http3, data_frame_header
 from dataplane.http3_fields import Code, Data, Fields, Pair
@@ -45,8 +44,8 @@ class Http3Link(Link):
     cancel_code = int(Code.REQUEST_CANCELLED)
     close_code = int(Code.NO_ERROR)
 
-    def __init__(self, quic: QuicConnection, peer: Any) -> None:
-        super().__init__(quic, peer)
+    def __init__(self, quic: Transport) -> None:
+        super().__init__(quic)
         self.http3 = Http3(is_client=True)
         self._consumers: dict[int, Consumer] = {}
         self._goaway = False

@@ -11,9 +11,8 @@ It knows nothing of what the streams carry. The rules that hold here:
 
 import asyncio
 import socket
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
-from aioquic.asyncio.protocol import QuicConnectionProtocol
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import (
@@ -26,7 +25,7 @@ from aioquic.quic.events import (
 from aioquic.quic.packet import QuicErrorCode
 from aioquic.tls import AlertDescription
 
-from dataplane import quic as private
+from dataplane.client.transport import PumpTransport, Transport
 from dataplane.config import Address, format_address
 from dataplane.errors import UnavailableError
 
@@ -48,7 +47,7 @@ class Receiver(Protocol):
         """The connection is over."""
 
 
-class Link(QuicConnectionProtocol):
+class Link(asyncio.DatagramProtocol):
     """A connection. `lost` is why it is over, or None.
 
     A protocol that needs more than the streams that this side opens derives from it.
@@ -58,14 +57,17 @@ class Link(QuicConnectionProtocol):
     cancel_code = 0
     close_code = 0
 
-    def __init__(self, quic: QuicConnection, peer: Any) -> None:
-        super().__init__(quic)
+    def __init__(self, quic: Transport) -> None:
+        self._loop = asyncio.get_running_loop()
         self.established: asyncio.Future[None] = self._loop.create_future()
         self.lost: str | None = None
-        self._peer = peer
+        self._quic = quic
+        self._socket: asyncio.DatagramTransport | None = None
         self._receivers: dict[int, Receiver] = {}
         self._heard = False
         self._flush_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: float | None = None
         self._keep_alive: asyncio.TimerHandle | None = None
 
     # -------------------------------------------------------- streams
@@ -78,9 +80,10 @@ class Link(QuicConnectionProtocol):
         """
         if self.lost is not None:
             raise UnavailableError(self.lost)
-        stream_id = self._quic.get_next_available_stream_id()
+        stream_id = self._quic.open(data, fin)
+        if stream_id < 0:
+            raise UnavailableError("the connection is closing")
         self._receivers[stream_id] = receiver
-        self._quic.send_stream_data(stream_id, data, fin)
         self._flush_soon()
         if self._keep_alive is None:
             self._keep_alive = self._loop.call_later(KEEP_ALIVE_S, self._stay_alive)
@@ -88,34 +91,29 @@ class Link(QuicConnectionProtocol):
 
     def open_uni(self, data: bytes) -> None:
         """Open a stream that only this side sends on, and leave it open."""
-        stream_id = self._quic.get_next_available_stream_id(is_unidirectional=True)
-        self._quic.send_stream_data(stream_id, data, False)
+        self._quic.open(data, False, uni=True)
         self._flush_soon()
 
     def send(self, stream_id: int, data: bytes, fin: bool) -> bool:
         """Send more on a stream; False if the peer has stopped it or the connection is over."""
-        try:
-            self._quic.send_stream_data(stream_id, data, fin)
-        except (RuntimeError, ValueError):
+        if self.lost is not None or not self._quic.send(stream_id, data, fin):
             return False
         self._flush_soon()
-        return self.lost is None
+        return True
 
     def abandon(self, stream_id: int) -> None:
         """Give a stream up in both directions: STOP_SENDING and RESET_STREAM."""
         if self._receivers.pop(stream_id, None) is None or self.lost is not None:
             return
-        blocked = private.is_blocked(self._quic, stream_id)
+        blocked = self._quic.is_blocked(stream_id)
         if blocked is None:
             return
         if blocked:
-            # It waits for the peer to allow more streams, and aioquic would send a reset even so,
-            # which ends the connection. The request goes out in its time, and its answer's first
-            # bytes end it.
+            # It waits for the peer to allow more streams, and to reset it even so would end the
+            # connection. The request goes out in its time, and its answer's first bytes end it.
             self._receivers[stream_id] = _Unwanted(self, stream_id)
             return
-        self._quic.stop_stream(stream_id, self.cancel_code)
-        self._quic.reset_stream(stream_id, self.cancel_code)
+        self._quic.give_up(stream_id, self.cancel_code)
         self._flush_soon()
 
     def shut(self, why: str = "the connection was closed by this side", code: int = -1) -> None:
@@ -133,18 +131,23 @@ class Link(QuicConnectionProtocol):
     def on_peer_reset(self, stream_id: int) -> None:
         """The peer gave up a stream that it had opened."""
 
-    # -------------------------------------------------------- what aioquic calls
+    # -------------------------------------------------------- what asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.connect(self._peer)
+        self._socket = cast(asyncio.DatagramTransport, transport)
+        self._quic.connect(self._loop.time())
+        self._transmit()
 
-    def datagram_received(self, data: bytes | str, addr: Any) -> None:
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        if self.lost is not None:
+            return
         self._heard = True
-        # The socket is connected: the peer has one address, whatever form the kernel gives it.
-        super().datagram_received(data, self._peer)
-        if self.lost is None and private.is_closing(self._quic):
-            self._skip_closing_period()
+        self._quic.receive(data, self._loop.time())
+        self._take_events()
+        if self.lost is None:
+            self._transmit()
+            if self._quic.is_closing:
+                self._skip_closing_period()
 
     def error_received(self, exc: Exception) -> None:
         if isinstance(exc, ConnectionRefusedError):
@@ -157,7 +160,14 @@ class Link(QuicConnectionProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._finish(f"the socket was closed: {exc}")
 
-    def quic_event_received(self, event: QuicEvent) -> None:
+    # -------------------------------------------------------- inside
+
+    def _take_events(self) -> None:
+        events = self._quic.events
+        while events:
+            self._take_event(events.popleft())
+
+    def _take_event(self, event: QuicEvent) -> None:
         if isinstance(event, (StreamDataReceived, StreamReset)) and event.stream_id & _BY_SERVER:
             if isinstance(event, StreamReset):
                 self.on_peer_reset(event.stream_id)
@@ -180,8 +190,6 @@ class Link(QuicConnectionProtocol):
         elif isinstance(event, ConnectionTerminated):
             self._finish(closing_words(event, self._is_up()))
 
-    # -------------------------------------------------------- inside
-
     def _is_up(self) -> bool:
         return self.established.done() and self.established.exception() is None
 
@@ -193,38 +201,58 @@ class Link(QuicConnectionProtocol):
 
     def _flush(self) -> None:
         self._flush_due = False
-        self.transmit()
+        if self.lost is None:
+            self._transmit()
+
+    def _transmit(self) -> None:
+        """Send what is due, and set the timer."""
+        if self._socket is None:
+            return
+        for data in self._quic.datagrams(self._loop.time()):
+            self._socket.sendto(data)
+        due = self._quic.timer()
+        if due == self._timer_at:
+            return
+        self._disarm()
+        if due is not None:
+            self._timer_at = due
+            self._timer = self._loop.call_at(due, self._on_timer, due)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._timer_at = None
+
+    def _on_timer(self, due: float) -> None:
+        self._timer = self._timer_at = None
+        self._quic.handle_timer(max(due, self._loop.time()))
+        self._take_events()
+        if self.lost is None:
+            self._transmit()
 
     def _stay_alive(self) -> None:
         self._keep_alive = None
         if not self._receivers or self.lost is not None:
             return
         if not self._heard:
-            self._quic.send_ping(0)
-            self.transmit()
+            self._quic.ping()
+            self._transmit()
         self._heard = False
         self._keep_alive = self._loop.call_later(KEEP_ALIVE_S, self._stay_alive)
 
     def _skip_closing_period(self) -> None:
-        """Have the end now. RFC 9000 section 10.2 has it wait for stray packets, which matter to a
-        server's port and not to a socket that goes away."""
-        timer = self._quic.get_timer()
-        if timer is not None:
-            self._quic.handle_timer(timer)
-        event = self._quic.next_event()
-        while event is not None:
-            self.quic_event_received(event)
-            event = self._quic.next_event()
+        self._quic.skip_closing_period()
+        self._take_events()
 
     def _finish(self, why: str, code: int = -1) -> None:
         if self.lost is not None:
             return
         self.lost = why
         # Nothing, if that is how it ended.
-        self._quic.close(error_code=self.close_code if code < 0 else code)
-        self.transmit()
-        self._skip_closing_period()
-        self.transmit()  # which disarms the timer
+        self._quic.close(self.close_code if code < 0 else code)
+        self._transmit()
+        self._disarm()
+        self._quic.free()
         if self._keep_alive is not None:
             self._keep_alive.cancel()
         if not self.established.done():
@@ -233,8 +261,8 @@ class Link(QuicConnectionProtocol):
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():
             receiver.on_lost(why)
-        if self._transport is not None:
-            self._transport.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
 AnyLink = TypeVar("AnyLink", bound=Link)
@@ -297,6 +325,7 @@ async def _attempt(
     configuration: QuicConfiguration,
     kind: type[AnyLink],
     timeout: float,
+    pump: bool,
 ) -> AnyLink:
     """One address. Raises `UnavailableError` with the reason alone."""
     try:
@@ -307,8 +336,9 @@ async def _attempt(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
         sock.connect(address)
         quic = QuicConnection(configuration=configuration)
+        transport = PumpTransport(quic, address) if pump else Transport(quic, address)
         _, link = await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: kind(quic, address), sock=sock
+            lambda: kind(transport), sock=sock
         )
     except OSError as error:
         sock.close()
@@ -334,8 +364,11 @@ async def open_link(
     timeout: float,
     idle_timeout: float,
     server_name: str | None,
+    pump: bool,
 ) -> AnyLink:
     """Connect to the first of a host's addresses that takes the connection.
+
+    With `pump` the packet pump does its packets, else aioquic alone.
 
     Raises:
         UnavailableError: None does; the text gives each one's reason.
@@ -355,7 +388,7 @@ async def open_link(
     for place, (family, address) in enumerate(addresses):
         share = (deadline - loop.time()) / (len(addresses) - place)
         try:
-            return await _attempt(family, address, configuration, kind, max(0.0, share))
+            return await _attempt(family, address, configuration, kind, max(0.0, share), pump)
         except UnavailableError as error:
             reasons.append(f"{format_address(address[:2])}: {error}")
     raise UnavailableError(f"no connection to {format_address(server)} ({'; '.join(reasons)})")

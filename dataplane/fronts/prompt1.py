@@ -7,6 +7,7 @@ the client's own end has not come).
 
 from typing import Any
 
+from dataplane import refusals
 from dataplane.errors import Refusal, ResetCode, Status
 from dataplane.exchange import Exchange
 from dataplane.ingress import Ingress
@@ -34,10 +35,9 @@ class _Header:
         self.data = data
 
     def expire(self) -> None:
-        reason = f"only {len(self.data)} bytes of the header came in time"
         self.front.drop_header(self)
         self.front.refuse_stream(
-            self.connection, self.stream_id, 0, Refusal(Status.TIMEOUT, reason), False
+            self.connection, self.stream_id, 0, refusals.header_late(len(self.data)), False
         )
 
 

@@ -1,4 +1,4 @@
-"""One connection of a load: a socket, aioquic without asyncio, and the requests in flight on it.
+"""One connection of a load: a socket, QUIC without asyncio, and the requests in flight on it.
 
 Datagrams are read in one go and acted on afterwards, so that a time is that of the reading and not
 of the turn that the interpreter had for it. Whatever ends a connection (a close, a time-out, a
@@ -8,10 +8,7 @@ refused datagram) counts its requests as lost; nothing is raised for it.
 import contextlib
 import socket
 import time
-from typing import Any
 
-from aioquic.quic.configuration import QuicConfiguration
-from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import (
     ConnectionTerminated,
     HandshakeCompleted,
@@ -19,16 +16,17 @@ from aioquic.quic.events import (
     StreamReset,
 )
 
-from dataplane import quic as private
 from dataplane.client.link import closing_words
-from dataplane.errors import UnavailableError
+from dataplane.client.transport import Transport
 from dataplane.load.tally import LOST, RESET, Tally
 from dataplane.load.wire import Dialogue, Exchange
 
 BATCH = 64
 _DATAGRAM = 2048
-_BUFFER = 1 << 20
 _REFUSED = "nobody listens there"
+_FIRST_UNI = 2
+"""A client's first unidirectional stream (RFC 9000 section 2.1); none is opened before."""
+_OVER = "the connection is closing"
 
 
 class Link:
@@ -41,23 +39,18 @@ class Link:
         heard_ns: When a datagram last came.
         tally: Where the requests of this run are counted.
         exchanges: Requests in flight, by stream.
+        socket, quic: What it runs on; the socket is connected.
         roomy, touched, timer_at: The loop's own marks.
     """
 
     # fmt: off
     __slots__ = (
-        "_begun_bytes", "_dialogue", "_events", "_peer", "exchanges", "heard_ns", "lost", "moved",
-        "quic", "roomy", "socket", "tally", "timer_at", "touched", "up",
+        "_begun_bytes", "_dialogue", "_events", "exchanges", "heard_ns", "lost", "moved", "quic",
+        "roomy", "socket", "tally", "timer_at", "touched", "up",
     )
     # fmt: on
 
-    def __init__(
-        self,
-        family: socket.AddressFamily,
-        peer: Any,
-        configuration: QuicConfiguration,
-        dialogue: Dialogue,
-    ) -> None:
+    def __init__(self, sock: socket.socket, quic: Transport, dialogue: Dialogue) -> None:
         self.exchanges: dict[int, Exchange] = {}
         self.up = self.moved = self.roomy = self.touched = False
         self.lost: str | None = None
@@ -65,22 +58,11 @@ class Link:
         self.tally = Tally(0)
         self.timer_at: float | None = None
         self._dialogue = dialogue
-        self._peer = peer
-        try:
-            self.socket = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        except OSError as error:
-            raise UnavailableError(f"a socket cannot be had: {error.strerror}") from error
-        try:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-            self.socket.connect(peer)
-        except OSError as error:
-            self.socket.close()
-            raise UnavailableError(error.strerror or str(error)) from error
-        self.quic = QuicConnection(configuration=configuration)
-        private.silence(self.quic)
-        self._events = private.events_of(self.quic)
+        self.socket = sock
+        self.quic = quic
+        self._events = quic.events
         self.heard_ns = time.monotonic_ns()
-        self.quic.connect(peer, self.heard_ns / 1e9)
+        self.quic.connect(self.heard_ns / 1e9)
 
     @property
     def usable(self) -> bool:
@@ -91,11 +73,11 @@ class Link:
 
     def begin(self, began_ns: int) -> int:
         """Hand a request to the transport; the bytes of requests since it last sent."""
-        quic = self.quic
-        stream_id = quic.get_next_available_stream_id()
-        self.exchanges[stream_id] = Exchange(began_ns)
         request = self._dialogue.request
-        quic.send_stream_data(stream_id, request, end_stream=True)
+        stream_id = self.quic.open(request, True)
+        self.exchanges[stream_id] = Exchange(began_ns)
+        if stream_id < 0:
+            self.lose(_OVER)
         self._begun_bytes += len(request)
         return self._begun_bytes
 
@@ -104,28 +86,31 @@ class Link:
         self._begun_bytes = 0
         send = self.socket.send
         try:
-            for data, _ in self.quic.datagrams_to_send(now):
+            for data in self.quic.datagrams(now):
                 send(data)
         except BlockingIOError:
             pass  # The rest of the batch is dropped; QUIC repeats it.
         except OSError as error:
-            self._lose(_words(error))
+            self.fail(error)
             return None
-        return self.quic.get_timer()
+        return self.quic.timer()
 
     def ping(self) -> None:
         """Keep an idle connection from timing out."""
-        self.quic.send_ping(0)
+        self.quic.ping()
 
     def close(self) -> None:
-        """Tell the server, if it is still there, and give the socket back."""
+        """Tell the server, if it is still there. The socket is the caller's to close."""
         if self.lost is None:
-            self.quic.close(error_code=self._dialogue.close_code)
+            self.quic.close(self._dialogue.close_code)
             with contextlib.suppress(OSError):
-                for data, _ in self.quic.datagrams_to_send(time.monotonic()):
+                for data in self.quic.datagrams(time.monotonic()):
                     self.socket.send(data)
             self.lost = "closed"
-        self.socket.close()
+
+    def free(self) -> None:
+        """Give back what the connection holds; the socket is the caller's to close."""
+        self.quic.free()
 
     # In.
 
@@ -139,29 +124,33 @@ class Link:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._lose(_words(error))
+            self.fail(error)
         return received
 
     def receive(self, datagrams: list[bytes], read_ns: int) -> None:
         """Act on datagrams that were read at `read_ns`."""
         now = read_ns / 1e9
         self.heard_ns = read_ns
-        receive, events = self.quic.receive_datagram, self._events
+        receive, events = self.quic.receive, self._events
         for data in datagrams:
-            receive(data, self._peer, now)
+            receive(data, now)
             if events:
-                self._take_events(read_ns)
-        if self.lost is None and private.is_closing(self.quic):
-            # The event comes when the closing period is over (RFC 9000 section 10.2), for which a
-            # socket that goes away need not wait.
-            self.handle_timer(self.quic.get_timer() or now)
+                self.take_events(read_ns)
+        self.see_closing()
+
+    def see_closing(self) -> None:
+        """Have a connection that either side closed be over now."""
+        if self.lost is None and self.quic.is_closing:
+            self.quic.skip_closing_period()
+            self.take_events(time.monotonic_ns())
 
     def handle_timer(self, now: float) -> None:
         """Let the connection's timer fire."""
         self.quic.handle_timer(now)
-        self._take_events(time.monotonic_ns())
+        self.take_events(time.monotonic_ns())
 
-    def _take_events(self, read_ns: int) -> None:
+    def take_events(self, read_ns: int) -> None:
+        """Act on what the connection tells."""
         events = self._events
         while events:
             event = events.popleft()
@@ -174,11 +163,10 @@ class Link:
                     self.tally.failed(RESET)
             elif kind is HandshakeCompleted:
                 self.up = self.moved = True
-                first = self.quic.get_next_available_stream_id(is_unidirectional=True)
-                for stream_id, data in self._dialogue.opening(first):
-                    self.quic.send_stream_data(stream_id, data)
+                for _, data in self._dialogue.opening(_FIRST_UNI):
+                    self.quic.open(data, False, uni=True)
             elif kind is ConnectionTerminated:
-                self._lose(closing_words(event, self.up))
+                self.lose(closing_words(event, self.up))
 
     def _take_data(self, event: StreamDataReceived, read_ns: int) -> None:
         exchange = self.exchanges.get(event.stream_id)
@@ -194,12 +182,14 @@ class Link:
             del self.exchanges[event.stream_id]
             self.tally.answered(exchange.status, read_ns - exchange.began_ns)
 
-    def _lose(self, why: str) -> None:
+    def fail(self, error: OSError) -> None:
+        """The socket refused."""
+        refused = isinstance(error, ConnectionRefusedError)
+        self.lose(_REFUSED if refused else error.strerror or str(error))
+
+    def lose(self, why: str) -> None:
+        """The connection is over, and with it what was in flight on it."""
         if self.lost is None:
             self.lost = why
             self.tally.failed(LOST, len(self.exchanges))
             self.exchanges.clear()
-
-
-def _words(error: OSError) -> str:
-    return _REFUSED if isinstance(error, ConnectionRefusedError) else error.strerror or str(error)

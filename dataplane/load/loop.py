@@ -6,6 +6,11 @@ request, and what is measured would be them. The rules that hold here:
 
 - One thread, one epoll. What is read in one go is acted on connection by connection; each sends
   once for all that happened on it, with the time of now.
+- With the packet pump, `prompt/1` is the native generator's: once the handshakes are complete the
+  pump's thread has the sockets and the requests, and this loop waits for the end and does what is
+  left to the connections' control plane. Everything else (HTTP/3, and what a caller makes of
+  answers) runs here, on connections whose packets are the pump's. `pump=False` runs on aioquic
+  alone, and is what the pump is compared with.
 - A request is counted once, whatever becomes of it; a run ends when all are.
 - When nothing is answered for `stall_s`, the run ends in words instead of waiting.
 """
@@ -16,16 +21,22 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from aioquic.quic.configuration import QuicConfiguration
+from aioquic.quic.connection import QuicConnection
 
+from dataplane._native import ffi, lib
+from dataplane.client.transport import Hub, PumpTransport, Transport
 from dataplane.config import Address, format_address
 from dataplane.errors import UnavailableError
 from dataplane.load.link import Link
+from dataplane.load.native import UNREACHABLE, NativeRun
 from dataplane.load.tally import LOST, Outcome, Schedule, Tally
-from dataplane.load.wire import Dialogue
+from dataplane.load.wire import Dialogue, RawDialogue
+from dataplane.pump import DATAGRAM, FRONT_EVENTS, FRONT_LOAD, PATH_BYTES, Event
 
 STALL_S = 10.0
 IDLE_TIMEOUT_S = 30.0
@@ -38,6 +49,8 @@ _SEND_AT_BYTES = 4096
 packed, and aioquic, which tries every waiting stream for every packet, has fewer to try."""
 _SPIN_S = 0.0001
 """The last stretch before a request is due is not slept: waking takes about as long."""
+
+_BUFFER = 1 << 20
 
 Progress = Callable[[int], None]
 
@@ -62,6 +75,12 @@ class Load:
         dialogue: Makes each connection's half of it.
         connections: How many.
         stall_s: How long nothing may be answered.
+        pump: Whether the packet pump does the packets; False: aioquic alone.
+        busy_poll: Whether the pump's thread spins instead of sleeping.
+        gso: Whether the pump's thread may send batches that the kernel cuts into datagrams.
+
+    Attributes:
+        native: Whether the requests are the native generator's.
     """
 
     def __init__(
@@ -71,6 +90,10 @@ class Load:
         dialogue: Callable[[], Dialogue],
         connections: int,
         stall_s: float = STALL_S,
+        *,
+        pump: bool = True,
+        busy_poll: bool = False,
+        gso: bool = True,
     ) -> None:
         self._server = server
         self._configuration = QuicConfiguration(
@@ -85,6 +108,15 @@ class Load:
         self._stall_s = stall_s
         self._epoll = select.epoll()
         self._links: dict[int, Link] = {}  # by file descriptor; a lost one is not there
+        self._hub = Hub() if pump else None
+        self._busy_poll = busy_poll
+        self._gso = gso
+        # A dialogue that somebody derived from it makes something else of the answers.
+        probe = dialogue()
+        self.native = pump and type(probe) is RawDialogue
+        self._request = ffi.from_buffer("uint8_t[]", probe.request)
+        self._numbered: list[Link] = []  # by the number of their sockets in the pump
+        self._told: dict[Link, None] = {}
         self._timers: list[tuple[float, int, Link]] = []
         self._timer_count = 0
         self._touched: list[Link] = []
@@ -112,7 +144,14 @@ class Load:
         """Close what is open and tell the server."""
         for link in self._links.values():
             link.close()
+        if self._hub is not None and self._hub.threaded:
+            self._hub.pump.flush()
+            self._hub.pump.stop_thread()
+        for link in {*self._links.values(), *self._numbered}:
+            link.free()
+            link.socket.close()
         self._links.clear()
+        self._numbered.clear()
         self._epoll.close()
 
     # Connecting.
@@ -127,6 +166,8 @@ class Load:
         while len(self._links) < self._connections:
             wave = min(_HANDSHAKES, self._connections - len(self._links))
             self._handshake([self._open(family, peer) for _ in range(wave)], self._stall_s)
+        if self._hub is not None and self.native:
+            self._start_thread(self._hub)
 
     def _first(self) -> tuple[socket.AddressFamily, Any]:
         """Connect to the first of the host's addresses that takes it."""
@@ -142,11 +183,41 @@ class Load:
         raise UnavailableError(f"no connection to {where} ({'; '.join(reasons)})")
 
     def _open(self, family: socket.AddressFamily, peer: Any) -> Link:
-        link = Link(family, peer, self._configuration, self._dialogue())
-        self._links[link.socket.fileno()] = link
-        self._epoll.register(link.socket, select.EPOLLIN)
+        sock = _connected(family, peer)
+        quic = QuicConnection(configuration=self._configuration)
+        transport: Transport
+        if self._hub is None:
+            transport = Transport(quic, peer)
+        else:
+            # Sockets are numbered as the pump will hear of them, so this one, if it comes to
+            # nothing, must not keep its number.
+            self._numbered = [link for link in self._numbered if link.lost is None]
+            front = FRONT_LOAD if self.native else FRONT_EVENTS
+            transport = PumpTransport(quic, peer, self._hub, front, len(self._numbered))
+        link = Link(sock, transport, self._dialogue())
+        if isinstance(transport, PumpTransport):
+            self._numbered.append(link)
+            transport.on_event = partial(self._told.setdefault, link)
+        self._links[sock.fileno()] = link
+        self._epoll.register(sock, select.EPOLLIN)
         self._touch(link)
         return link
+
+    def _start_thread(self, hub: Hub) -> None:
+        """Give the sockets to the pump's thread."""
+        pump = hub.pump
+        lib.dp_load_request(pump.native, self._request, len(self._request))
+        for number, link in enumerate(self._numbered):
+            if link.lost is not None:
+                raise UnavailableError(link.lost)
+            self._epoll.unregister(link.socket)
+            given = pump.listen(link.socket.fileno())
+            assert given == number, (given, number)
+        if not self._gso:
+            lib.dp_pump_gso(pump.native, 0)
+        self._epoll.register(pump.fd(), select.EPOLLIN)
+        hub.threaded = True
+        pump.start_thread(self._busy_poll)
 
     def _handshake(self, links: list[Link], within_s: float) -> None:
         deadline = time.monotonic() + within_s
@@ -181,6 +252,8 @@ class Load:
             UnavailableError: Nothing was answered for `stall_s`.
             ProtocolError: Something came that is no answer.
         """
+        if self.native:
+            return self._run_native(requests, streams, rate, progress)
         self._begin_run(requests, streams, rate, progress)
         tally, cpu, start = self._tally, time.process_time(), time.monotonic()
         while tally.ended < requests:
@@ -192,6 +265,27 @@ class Load:
         seconds = time.monotonic() - start
         progress(tally.ended)
         return tally.outcome(seconds, time.process_time() - cpu)
+
+    def _run_native(
+        self, requests: int, streams: int, rate: float | None, progress: Progress
+    ) -> Outcome:
+        assert self._hub is not None
+        run = NativeRun(self._hub.pump.native, requests, streams, rate, self._stall_s)
+        self._tally = Tally(0)
+        self._progress = progress
+        cpu = time.process_time()
+        run.begin()
+        try:
+            while not (at := run.progress()).finished:
+                self._tally.ended = at.ended
+                if at.stalled:
+                    raise self._silence(at.begun - at.ended)
+                self._turn()
+        except BaseException:
+            run.stop()
+            raise
+        progress(at.ended)
+        return run.outcome(at, time.process_time() - cpu)
 
     def _begin_run(
         self, requests: int, streams: int, rate: float | None, progress: Progress
@@ -247,10 +341,13 @@ class Load:
         waiting = self._schedule.taken - self._tally.ended
         silent_s = (time.monotonic_ns() - self._moved_ns) / 1e9
         if waiting and silent_s > self._stall_s:
-            raise UnavailableError(
-                f"{format_address(self._server.address)} answered nothing for {self._stall_s:g} s,"
-                f" with {waiting} requests in flight"
-            )
+            raise self._silence(waiting)
+
+    def _silence(self, waiting: int) -> UnavailableError:
+        return UnavailableError(
+            f"{format_address(self._server.address)} answered nothing for {self._stall_s:g} s,"
+            f" with {waiting} requests in flight"
+        )
 
     # The loop.
 
@@ -258,6 +355,17 @@ class Load:
         """Wait for datagrams, a timer or a request that is due, and act on what came."""
         self._flush()
         ready = self._wait(time.monotonic())
+        if self._hub is not None and self._hub.threaded:
+            self._pull(self._hub)
+        else:
+            self._read(ready)
+        now = time.monotonic()
+        if self._timers and self._timers[0][0] <= now:
+            self._fire_timers(now)
+        if now >= self._tick_at:
+            self._tick(now)
+
+    def _read(self, ready: list[tuple[int, int]]) -> None:
         read = []
         for descriptor, _ in ready:
             link = self._links[descriptor]
@@ -267,11 +375,28 @@ class Load:
             self._settle(link)
             self._issue()
             self._flush()
-        now = time.monotonic()
-        if self._timers and self._timers[0][0] <= now:
-            self._fire_timers(now)
-        if now >= self._tick_at:
-            self._tick(now)
+
+    def _pull(self, hub: Hub) -> None:
+        """Act on what the pump's thread brought."""
+        hub.pull(self._take_other)
+        for link in self._told:
+            link.take_events(time.monotonic_ns())
+            link.see_closing()
+            self._settle(link)
+        self._told.clear()
+        self._flush()
+
+    def _take_other(self, event: Event) -> None:
+        """A datagram that is no handed-over connection's, or word of a socket."""
+        if event.kind == DATAGRAM:
+            link = self._numbered[event.number]
+            if link.lost is None:
+                link.quic.receive(event.body[PATH_BYTES:], time.monotonic())
+                self._told[link] = None
+        elif event.kind == UNREACHABLE:
+            link = self._numbered[event.number]
+            link.fail(ConnectionRefusedError())
+            self._told[link] = None
 
     def _wait(self, now: float) -> list[tuple[int, int]]:
         timeout = max(0.0, self._tick_at - now)
@@ -299,10 +424,15 @@ class Load:
 
     def _drop(self, link: Link) -> None:
         descriptor = link.socket.fileno()
-        if self._links.pop(descriptor, None) is not None:
+        if self._links.pop(descriptor, None) is None:
+            return
+        link.close()
+        link.free()
+        if self._hub is None or not self._hub.threaded:
+            # The pump's thread has it otherwise, and would meet whatever gets its number next.
             self._epoll.unregister(descriptor)
-            link.close()
-            self._count_unsendable()
+            link.socket.close()
+        self._count_unsendable()
 
     def _touch(self, link: Link) -> None:
         if not link.touched:
@@ -310,6 +440,8 @@ class Load:
             self._touched.append(link)
 
     def _flush(self) -> None:
+        if not self._touched:
+            return
         for link in self._touched:
             link.touched = False
             if link.lost is None:
@@ -319,6 +451,8 @@ class Load:
             if link.lost is not None:
                 self._drop(link)
         self._touched.clear()
+        if self._hub is not None and self._hub.threaded:
+            self._hub.pump.flush()
 
     # Time.
 
@@ -337,7 +471,7 @@ class Load:
             if link.timer_at != at or link.lost is not None:
                 continue
             link.timer_at = None
-            due = link.quic.get_timer()
+            due = link.quic.timer()
             if due is not None and due > now:
                 self._arm(link, due)
             elif due is not None:
@@ -349,10 +483,27 @@ class Load:
         self._progress(self._tally.ended)
         now_ns = time.monotonic_ns()
         for link in self._links.values():
+            quic = link.quic
+            if isinstance(quic, PumpTransport) and self.native:
+                link.heard_ns = max(link.heard_ns, quic.heard_ns)
             if now_ns - link.heard_ns > _KEEP_ALIVE_NS:
                 link.heard_ns = now_ns
                 link.ping()
                 self._touch(link)
+
+
+def _connected(family: socket.AddressFamily, peer: Any) -> socket.socket:
+    try:
+        sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise UnavailableError(f"a socket cannot be had: {error.strerror}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+        sock.connect(peer)
+    except OSError as error:
+        sock.close()
+        raise UnavailableError(error.strerror or str(error)) from error
+    return sock
 
 
 def _resolve(address: Address) -> list[tuple[socket.AddressFamily, Any]]:

@@ -95,7 +95,7 @@ class Tally:
             self._failures[kind] += count
 
     def outcome(self, seconds: float, cpu_s: float) -> "Outcome":
-        """Close the sums."""
+        """Close the sums; `seconds` and `cpu_s` are the run's."""
         statuses = {str(code): count for code, count in sorted(self._answers.items())}
         return Outcome(
             self.requests,

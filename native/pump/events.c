@@ -218,6 +218,7 @@ void dp_events_control(struct dp_pump *pump, struct dp_entry *entry, const struc
     if (!node)
         return;
     node->event.flags = probing;
+    node->event.stream = dp_conn_control_datagram(entry->conn);
     node->event.number = pn;
     uint8_t *at = node->bytes;
     memcpy(at, path, sizeof *path);

@@ -21,8 +21,8 @@ enum dp_event_kind {
      * Then struct dp_path and the bytes. */
     DP_EVENT_DATAGRAM = 1,
     /* Frames of the control plane, or (none) a packet on another path. `number` is the packet
-     * number, `flags` whether it only probes. Then struct dp_path, the connection ID that it came
-     * to (host_cid_bytes), and the frames. */
+     * number, `flags` whether it may not move the connection, `stream` the bytes of its datagram.
+     * Then struct dp_path, the connection ID that it came to (host_cid_bytes), and the frames. */
     DP_EVENT_CONTROL = 2,
     /* The fate of what dp_pump_control sent: `number` is its token, `flags` 1 acknowledged, 0 lost.
      */

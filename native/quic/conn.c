@@ -545,6 +545,10 @@ size_t dp_conn_datagram(const struct dp_conn *conn) {
     return conn->datagram;
 }
 
+size_t dp_conn_control_datagram(const struct dp_conn *conn) {
+    return conn->control_datagram;
+}
+
 int64_t dp_conn_at_ns(const struct dp_conn *conn) {
     return conn->at_ns;
 }

@@ -32,7 +32,7 @@ struct dp_conn_owner {
     void (*closed)(void *self, struct dp_conn *conn, struct dp_stream *stream);
     /* Frames that are the control plane's, or (size 0) a packet on another path than this
      * connection's. `cid` is the connection ID that the packet came to, `probing` that it may not
-     * move the connection (RFC 9000 section 9.1). */
+     * move the connection: it only probes, or is not the newest (RFC 9000 sections 9.1 and 9.3). */
     void (*control)(void *self, struct dp_conn *conn, const struct dp_path *path,
                     const uint8_t *cid, uint64_t pn, bool probing, const uint8_t *frames,
                     size_t size);
@@ -70,6 +70,8 @@ enum dp_taken_as {
 int dp_conn_receive(struct dp_conn *conn, uint8_t *datagram, size_t size,
                     const struct dp_path *path, int64_t now, int64_t at_ns);
 int64_t dp_conn_at_ns(const struct dp_conn *conn);
+/* Within a call of `control`: the bytes of the datagram that it came in. */
+size_t dp_conn_control_datagram(const struct dp_conn *conn);
 /* When a packet was last taken (monotonic ns). */
 int64_t dp_conn_last_received(const struct dp_conn *conn);
 

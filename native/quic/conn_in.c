@@ -463,8 +463,9 @@ static int act(struct dp_conn *conn, struct packet *packet, const struct dp_path
         conn->has_other_path = true;
     }
     conn->depth++;
-    conn->owner->control(conn->self, conn, path, packet->header + 1, packet->pn, packet->probing,
-                         packet->payload, size);
+    conn->control_datagram = packet->datagram;
+    conn->owner->control(conn->self, conn, path, packet->header + 1, packet->pn,
+                         packet->probing || packet->pn != conn->largest, packet->payload, size);
     conn->depth--;
     dp_conn_sweep(conn);
     return DP_TAKEN;

@@ -121,6 +121,7 @@ struct dp_conn {
     struct dp_control *first_control, *last_control;
     uint8_t *close_frames;
     size_t close_size;
+    size_t control_datagram; /* bytes of the one that `control` is being told of */
     uint64_t after_close, resend_close_at;
 
     struct dp_conn_stats stats;

@@ -1,0 +1,196 @@
+"""A listener's packets through the pump: a thread in C has the sockets, Python has what it leaves.
+
+The thread serves `prompt/1` whole, apart from refusals in words, and carries HTTP/3's streams. To
+Python come datagrams of handshakes and strangers, frames of the control plane, and stream events;
+each pass ends with what Python has to say, on all connections at once.
+"""
+
+import asyncio
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from aioquic.quic.connection import QuicConnection
+
+from dataplane import prompt1, pump, refusals
+from dataplane._native import ffi, lib
+from dataplane.cores import give_core
+from dataplane.errors import Refusal, ResetCode
+from dataplane.pump import PATH_BYTES, Pump, Refused
+from dataplane.pumped import PumpedConnection
+from dataplane.region import Region
+
+if TYPE_CHECKING:
+    from dataplane.connection import Connection
+    from dataplane.listener import Listener
+
+OWNER = 2
+"""The raw front's number among a region's listeners; Python's own is 1."""
+LISTENERS = 2
+_CATCH_UP_MAX = 64  # buffers of events; others that flood in meanwhile are not waited for
+_SLOW_READER = int(ResetCode.SLOW_READER)
+
+
+class _Socket:
+    """Where a connection's datagrams go: a socket of the pump's, by its number."""
+
+    def __init__(self, native: Pump, number: int) -> None:
+        self._pump = native
+        self.number = number
+
+    def queue(self, data: bytes, path: bytes) -> None:
+        self._pump.queue(self.number, data, path)
+
+
+class PumpEngine:
+    """What a `Listener` runs on (`dataplane.listener.Engine`).
+
+    Attributes:
+        pump: The packet pump.
+    """
+
+    def __init__(self, busy_poll: bool = False) -> None:
+        self.pump = Pump()
+        self._busy_poll = busy_poll
+        self._listener: Listener | None = None
+        self._sockets: list[_Socket] = []
+        self._by_handle: dict[int, PumpedConnection] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._vocab_size = 0
+        self._serves_raw = False
+
+    # Start and stop.
+
+    def start(self, listener: "Listener", sockets: list[socket.socket]) -> None:
+        """Serve these sockets on the running loop."""
+        native = self.pump
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        stats = listener.ingress.stats
+        stats.raw = lambda: lib.dp_raw_stats(native.native)
+        stats.loop = native.loop_stats
+        for sock in sockets:
+            self._sockets.append(_Socket(native, native.listen(sock.fileno())))
+        native.start_thread(self._busy_poll)
+        if self._busy_poll:
+            give_core(native.thread())
+        self._loop.add_reader(native.fd(), self._readable)
+
+    def stop(self) -> None:
+        """Leave the sockets, which are not closed."""
+        if self._loop is not None:
+            self._loop.remove_reader(self.pump.fd())
+            self._loop = None
+        self.pump.stop_thread()
+
+    # The pass.
+
+    def _readable(self) -> None:
+        assert self._listener is not None
+        now = time.monotonic()
+        self._listener.begin_pass(now)
+        self.dispatch(now)
+        self._listener.end_pass()
+
+    def dispatch(self, now: float) -> bool:
+        """Act on what the pump has to tell; False when that was nothing."""
+        listener, by_handle = self._listener, self._by_handle
+        assert listener is not None
+        events = self.pump.events()
+        for event in events:
+            connection = by_handle.get(event.connection)
+            if connection is not None:
+                connection.take(event, now)
+            elif event.kind == pump.DATAGRAM:
+                path, data = event.body[:PATH_BYTES], event.body[PATH_BYTES:]
+                at_ns = event.at_ns or time.time_ns()
+                listener.deliver(self._sockets[event.number], data, path, now, at_ns)
+            elif event.kind == pump.BROKEN:
+                listener.ingress.egress.on_broken(event.body.decode("utf-8", "replace"))
+        return bool(events)
+
+    def flush(self) -> int:
+        """Have all sent; what the kernel did not take, the pump counts itself."""
+        self.pump.flush()
+        return 0
+
+    # Connections (`dataplane.pumped.Pumps`).
+
+    def connection(self, listener: "Listener", quic: QuicConnection, sender: Any) -> "Connection":
+        """Make the connection of a first datagram that came by `sender`."""
+        return PumpedConnection(quic, listener, sender, self, sender.number)
+
+    def front_of(self, alpn: str) -> int:
+        """Who reads the streams of a connection with this ALPN."""
+        return pump.FRONT_RAW if alpn == prompt1.ALPN else pump.FRONT_EVENTS
+
+    def adopted(self, connection: PumpedConnection) -> None:
+        self._by_handle[connection.hand_over.handle] = connection
+
+    def left(self, handle: int) -> None:
+        self._by_handle.pop(handle, None)
+
+    def break_off(self, handle: int, stream_id: int) -> bool:
+        """Break off an answer of the raw front's that nobody reads; False: it is not its."""
+        return bool(lib.dp_raw_unread(self.pump.native, handle, stream_id, _SLOW_READER))
+
+    def writing(self, handle: int) -> int:
+        """Count the slots that a connection holds in WRITING through the raw front."""
+        return int(lib.dp_raw_writing(self.pump.native, handle))
+
+    def refusal(self, refused: Refused) -> Refusal:
+        """Return in words why the raw front gave a request up."""
+        why, a, b = refused.why, refused.a, refused.b
+        if why == lib.DP_WHY_BAD_TOKEN:
+            return refusals.bad_token(a, b, self._vocab_size)
+        if why == lib.DP_WHY_OVERFLOW:
+            return refusals.too_long(refused.n_tokens)
+        if why == lib.DP_WHY_SHORT:
+            return refusals.too_short(a, b, refused.n_tokens)
+        if why == lib.DP_WHY_LATE:
+            return refusals.late(a, refused.n_tokens)
+        if why == lib.DP_WHY_HEADER_LATE:
+            return refusals.header_late(a)
+        assert self._listener is not None
+        ends = self._listener.ingress.draining
+        return refusals.draining() if ends else refusals.lost()
+
+    # The raw front's slots.
+
+    def attach(self, region: Region, max_writing: int, body_timeout: float, null: bool) -> None:
+        """Serve raw requests from these slots."""
+        config = ffi.new("struct dp_raw_config *")
+        config.owner = OWNER
+        config.first, config.count = 0, region.slots
+        config.max_writing = max_writing
+        config.null = null
+        config.body_timeout = int(body_timeout * 1e9)
+        self._vocab_size = region.vocab_size
+        assert self._listener is not None
+        if lib.dp_raw_attach(self.pump.native, region.native, config, refusals.BUSY.encode()):
+            raise MemoryError("no memory for the raw front")
+        self._serves_raw = True
+        self._listener.ingress.stats.latency.add(lib.dp_raw_latency(self.pump.native))
+
+    def detach(self) -> None:
+        """The runtime is gone; nothing of its region is touched any more."""
+        if self._serves_raw:
+            self._serves_raw = False
+            lib.dp_raw_detach(self.pump.native, int(ResetCode.RUNTIME_LOST))
+            self._catch_up()
+
+    def drain(self) -> None:
+        """Take no more raw requests."""
+        lib.dp_raw_drain(self.pump.native)
+
+    def end_all(self, code: ResetCode) -> None:
+        """End the raw requests that are in flight."""
+        if self._serves_raw:
+            lib.dp_raw_end_all(self.pump.native, int(code))
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Refuse in words what was just given up, before anything else happens."""
+        for _ in range(_CATCH_UP_MAX):
+            if not self.dispatch(time.monotonic()):
+                return
