@@ -49,6 +49,8 @@ if [ "$$(uname -s)" != Linux ]; then
 fi
 command -v $(firstword $(CC)) >/dev/null ||
     lack "a C compiler ($(CC))" "gcc libc6-dev" gcc
+echo "#include <openssl/evp.h>" | $(CC) -E - >/dev/null 2>&1 ||
+    lack "libcrypto's headers (openssl/evp.h)" libssl-dev openssl-devel
 if ! $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then
     found=$$($(PYTHON) --version 2>/dev/null) || found="not there"
     lack "Python 3.11 or newer ($(PYTHON): $$found)" \

@@ -1,0 +1,83 @@
+/* The kernels as a shared library on host threads, for the tests in Python: launches that run
+ * beside their caller, and the runtime's verbs one by one. */
+#include "host_cuda.h"
+
+#include <string.h>
+
+#include <atomic>
+
+#include "kernels.cu"
+
+namespace {
+
+struct Launch {
+    std::atomic<bool> done{false};
+    std::thread thread;
+};
+
+/* Arguments as they come from Python: addresses and numbers. */
+void run(const char *name, unsigned blocks, unsigned threads, const uint64_t *arguments) {
+    auto *device = reinterpret_cast<dp_device *>(arguments[0]);
+    if (!strcmp(name, "dp_admission_tick"))
+        dp_host_launch(1, threads, dp_admission_tick, device, (unsigned)arguments[1]);
+    else if (!strcmp(name, "dp_admission_resident"))
+        dp_host_launch(1, threads, dp_admission_resident, device, (unsigned)arguments[1],
+                       (unsigned)arguments[2]);
+    else if (!strcmp(name, "dp_read_timer"))
+        dp_host_launch(1, 1, dp_read_timer, reinterpret_cast<int64_t *>(arguments[0]));
+    else if (!strcmp(name, "dp_echo"))
+        dp_host_launch(blocks, threads, dp_echo, (const dp_device *)device,
+                       reinterpret_cast<dp_echo_job *>(arguments[1]), (unsigned)arguments[2],
+                       (unsigned)arguments[3]);
+}
+
+} // namespace
+
+extern "C" {
+
+int host_knows(const char *name) {
+    return !strcmp(name, "dp_admission_tick") || !strcmp(name, "dp_admission_resident") ||
+           !strcmp(name, "dp_read_timer") || !strcmp(name, "dp_echo");
+}
+
+void *host_launch(const char *name, unsigned blocks, unsigned threads, const uint64_t *arguments) {
+    auto *launch = new Launch;
+    uint64_t copy[4];
+    memcpy(copy, arguments, sizeof copy);
+    launch->thread = std::thread([=] {
+        run(name, blocks, threads, copy);
+        launch->done.store(true, std::memory_order_release);
+    });
+    return launch;
+}
+
+int host_done(void *launch) {
+    return static_cast<Launch *>(launch)->done.load(std::memory_order_acquire);
+}
+
+void host_wait(void *launch) {
+    static_cast<Launch *>(launch)->thread.join();
+    delete static_cast<Launch *>(launch);
+}
+
+size_t host_echo_job_bytes() {
+    return sizeof(dp_echo_job);
+}
+
+int host_take(const dp_device *device, uint32_t slot, uint64_t *generation) {
+    return dp_slot_take(device, slot, generation);
+}
+
+int host_emit(const dp_device *device, uint32_t slot, uint64_t generation, const int32_t *ids,
+              uint32_t count) {
+    return dp_slot_emit(device, slot, generation, ids, count);
+}
+
+int host_is_cancelled(const dp_device *device, uint32_t slot, uint64_t generation) {
+    return dp_slot_is_cancelled(device, slot, generation);
+}
+
+int host_finish(const dp_device *device, uint32_t slot, uint64_t generation, uint32_t reason) {
+    return dp_slot_finish(device, slot, generation, reason);
+}
+}

@@ -1,0 +1,432 @@
+/* Whole lives on the `device` table, with the kernels as they are on host threads: listeners that
+ * claim, write, publish, read and let go by chance; the admission kernel, launched again and again;
+ * a kernel that takes, echoes, sees cancellations and finishes; and whoever rings the listeners.
+ * Prompts and outputs are checked id by id, so ThreadSanitizer sees every hand-over of memory.
+ *
+ * usage: gpu_traffic [REQUESTS [SEED]] */
+#include "host_cuda.h"
+
+#include <poll.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#ifdef MUTANT
+#include "gpu_mutants.h"
+#endif
+#include "kernels.cu"
+
+extern "C" {
+#include "commands.h"
+#include "tokens.h"
+}
+
+#define LISTENERS 2
+#define SLOTS     2
+#define TOKENS    40
+#ifndef LIMIT_MS
+#define LIMIT_MS 10000 /* a verdict or an answer that takes so long is lost */
+#endif
+
+#define CHECK(condition)                                                                           \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fflush(stdout);                                                                        \
+            fprintf(stderr, "FAILED: %s:%d: %s\n", __FILE__, __LINE__, #condition);                \
+            _exit(1);                                                                              \
+        }                                                                                          \
+    } while (0)
+
+namespace {
+
+uint64_t random_next(uint64_t *seed) {
+    uint64_t z = *seed += UINT64_C(0x9E3779B97F4A7C15);
+    z = (z ^ z >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
+    z = (z ^ z >> 27) * UINT64_C(0x94D049BB133111EB);
+    return z ^ z >> 31;
+}
+
+uint32_t random_below(uint64_t *seed, uint32_t bound) {
+    return (uint32_t)(random_next(seed) % bound);
+}
+
+int64_t now_ms() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* Flags between the threads of this program: relaxed, so that they order nothing. */
+struct Flag {
+    uint32_t value = 0;
+    void set() { __atomic_store_n(&value, 1, __ATOMIC_RELAXED); }
+    bool is_set() const { return __atomic_load_n(&value, __ATOMIC_RELAXED); }
+};
+
+struct World {
+    dp_region *region;
+    dp_device *device;
+    Flag stop;
+    /* Who holds a slot, written by its holder alone: a slot held twice is a race on it. */
+    uint32_t holders[SLOTS];
+};
+
+World make_world(uint32_t slots) {
+    dp_geometry geometry = {DP_TABLE_DEVICE, slots, TOKENS, TOKENS, 50000, LISTENERS};
+    int fd;
+    World world{};
+    world.region = dp_region_create(&geometry, 1, UINT64_C(0xFFFFFFFFF0), &fd);
+    CHECK(world.region);
+    close(fd);
+    world.region->doorbell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    for (int i = 0; i < LISTENERS; i++)
+        world.region->outputs[i] = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    world.device = (dp_device *)calloc(1, dp_device_bytes(world.region));
+    dp_device_image(world.region, (uint64_t)world.region->base, (uint64_t)world.device,
+                    world.device);
+    return world;
+}
+
+void end_world(World *world) {
+    close(world->region->doorbell);
+    for (int i = 0; i < LISTENERS; i++)
+        close(world->region->outputs[i]);
+    free(world->device);
+    dp_region_close(world->region);
+}
+
+uint32_t length_of(uint64_t request) {
+    return 1 + request * 7 % TOKENS;
+}
+
+uint32_t nth_id(uint64_t request, uint32_t n) {
+    return (request * 2654435761u + n * 40503u) % 50000;
+}
+
+/* A listener's request from claim to end ---------------------------------------------------------
+ */
+
+struct Listener {
+    World *world;
+    uint32_t owner;
+    uint64_t seed;
+    uint32_t requests;
+    dp_commands *commands;
+    dp_watch watch;
+    uint32_t whole = 0, cancelled = 0, revoked = 0, full = 0, let_go = 0;
+};
+
+void check_output(Listener *self, uint64_t request, uint32_t from, uint32_t upto) {
+    uint8_t bytes[TOKENS * 4];
+    CHECK(dp_copy_output(self->world->region, self->watch.slot, from, upto, bytes) == DP_OK);
+    for (uint32_t i = from; i < upto; i++) {
+        uint32_t id;
+        memcpy(&id, bytes + (i - from) * 4, 4);
+        CHECK(id == nth_id(request, i));
+    }
+}
+
+/* Sleeps as a listener does, until its slot has something new. */
+void wait_for_output(Listener *self, int64_t until) {
+    dp_region *region = self->world->region;
+    pollfd rung = {region->outputs[self->owner - 1], POLLIN, 0};
+    if (!dp_listener_sleep(region, self->owner, &self->watch, 1)) {
+        CHECK(now_ms() < until);
+        poll(&rung, 1, LIMIT_MS);
+    }
+    dp_listener_wake(region, self->owner);
+    dp_listener_drain(region, self->owner);
+}
+
+/* Reads the answer to its end, or loses patience on the way. */
+void read_answer(Listener *self, uint64_t request) {
+    dp_watch *watch = &self->watch;
+    uint32_t changed, patience = random_below(&self->seed, 8);
+    int64_t until = now_ms() + LIMIT_MS;
+    for (;;) {
+        if (!dp_poll(self->world->region, watch, 1, &changed)) {
+            wait_for_output(self, until);
+            continue;
+        }
+        CHECK(watch->state == DP_READY || watch->state == DP_RUNNING || watch->state == DP_DONE);
+        CHECK(watch->count >= watch->seen && watch->count <= length_of(request));
+        check_output(self, request, watch->seen, watch->count);
+        watch->seen = watch->count;
+        if (watch->state == DP_DONE) {
+            CHECK(watch->count == length_of(request));
+            CHECK(self->world->region->requests[watch->slot].finish_reason == DP_FINISH_STOP);
+            CHECK(self->world->region->requests[watch->slot].taken_ns > 0);
+            self->world->holders[watch->slot] = 0;
+            CHECK(dp_commands_release(self->commands, watch->slot, watch->generation) == DP_FREE);
+            self->whole++;
+            return;
+        }
+        if (patience-- == 0) {
+            self->world->holders[watch->slot] = 0;
+            if (random_below(&self->seed, 2)) {
+                CHECK(dp_commands_let_go(self->commands, watch->slot, watch->generation) >= 0);
+                self->let_go++;
+                return;
+            }
+            self->world->holders[watch->slot] = self->owner;
+            int state = dp_commands_cancel(self->commands, watch->slot, watch->generation);
+            CHECK(state == DP_CANCELLING || state == DP_ILLEGAL);
+            if (state == DP_CANCELLING) {
+                self->cancelled++;
+                return;
+            }
+            patience = 100;
+        }
+    }
+}
+
+void serve_request(Listener *self, uint64_t request) {
+    dp_claimed claimed;
+    uint32_t n = length_of(request);
+    int status = dp_commands_admit(self->commands, 0, SLOTS, random_below(&self->seed, SLOTS),
+                                   SLOTS, request, n, 4, TOKENS, 0, 0, 0, 0, &claimed);
+    if (status == DP_FULL) {
+        self->full++;
+        sched_yield();
+        return;
+    }
+    CHECK(status == DP_OK);
+    CHECK(claimed.free_left < SLOTS);
+    self->world->holders[claimed.slot] = self->owner;
+    uint8_t body[TOKENS * 4];
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t id = nth_id(request, i);
+        memcpy(body + i * 4, &id, 4);
+    }
+    if (random_below(&self->seed, 10) == 0) { /* the client went away */
+        self->world->holders[claimed.slot] = 0;
+        CHECK(dp_commands_let_go(self->commands, claimed.slot, claimed.generation) == DP_FREE);
+        self->let_go++;
+        return;
+    }
+    CHECK(dp_commands_submit(self->commands, claimed.slot, claimed.generation, body, 0, n * 4) > 0);
+    self->watch = {claimed.generation, claimed.slot, 0, 0, DP_READY, 0};
+    if (random_below(&self->seed, 8) == 0) { /* the deadline passed */
+        int state = dp_commands_revoke(self->commands, claimed.slot, claimed.generation);
+        CHECK(state == DP_FREE || state == DP_ILLEGAL);
+        if (state == DP_FREE) {
+            self->revoked++;
+            return;
+        }
+    }
+    read_answer(self, request);
+}
+
+void listen(Listener *self) {
+    for (uint32_t i = 0; i < self->requests; i++)
+        serve_request(self, (uint64_t)i * LISTENERS + self->owner);
+}
+
+/* The runtime ------------------------------------------------------------------------------------
+ */
+
+/* A model kernel of one thread: takes, checks the prompt where it lies, echoes a few ids a turn. */
+struct Job {
+    uint64_t generation;
+    uint32_t out, length;
+    bool running;
+};
+
+void model_turn(const dp_device *device, Job *job, uint32_t slot) {
+    if (!job->running) {
+        if (dp_slot_take(device, slot, &job->generation) != DP_RUNNING)
+            return;
+        *job = {job->generation, 0, dp_slot_tokens(device, slot), true};
+        uint64_t request = device->requests[slot].request_id;
+        CHECK(job->length == length_of(request));
+        for (uint32_t i = 0; i < job->length; i++)
+            CHECK((uint32_t)dp_slot_prompt(device, slot)[i] == nth_id(request, i));
+    }
+    uint32_t piece = job->length - job->out < 7 ? job->length - job->out : 7;
+    const int32_t *ids = dp_slot_prompt(device, slot) + job->out;
+    CHECK(dp_slot_emit(device, slot, job->generation, ids, piece) == DP_OK);
+    job->out += piece;
+    if (job->out == job->length || dp_slot_is_cancelled(device, slot, job->generation)) {
+        int state = dp_slot_finish(device, slot, job->generation, DP_FINISH_STOP);
+        CHECK(state == DP_DONE || state == DP_FREE);
+        job->running = false;
+    }
+}
+
+void model(World *world) {
+    Job jobs[SLOTS] = {};
+    while (!world->stop.is_set()) {
+        for (uint32_t slot = 0; slot < SLOTS; slot++)
+            model_turn(world->device, &jobs[slot], slot);
+        sched_yield();
+    }
+}
+
+/* The host's part: admission by residents and ticks in turn, and the bell. */
+void host(World *world, uint64_t seed) {
+    dp_bell *bell = dp_bell_new(world->region);
+    while (!world->stop.is_set()) {
+        dp_bell_ring(bell, -1);
+        if (dp_device_wait(world->region, -1, 5, 0) <= 0)
+            continue;
+        if (random_below(&seed, 2))
+            dp_host_launch(1, LISTENERS, dp_admission_tick, world->device, 64u);
+        else
+            dp_host_launch(1, LISTENERS, dp_admission_resident, world->device, 200u, 100u);
+    }
+    dp_bell_free(bell);
+}
+
+void ring_on(World *world) {
+    dp_bell *bell = dp_bell_new(world->region);
+    while (!world->stop.is_set())
+        dp_bell_attend(bell, -1, 1000);
+    dp_bell_free(bell);
+}
+
+void all_free(World *world) {
+    for (int i = 0; i < 1000; i++) {
+        bool free = true;
+        for (uint32_t slot = 0; slot < world->region->geometry.slots; slot++)
+            free &= dp_word_state(dp_gpu_load_acquire(&world->device->words[slot])) == DP_FREE &&
+                    dp_word_state(dp_word_now(world->region, slot)) == DP_FREE;
+        if (free)
+            return;
+        usleep(2000);
+    }
+    CHECK(!"every slot is free in the end, in the device and in the mirrors");
+}
+
+void traffic(uint32_t requests, uint64_t seed) {
+    World world = make_world(SLOTS);
+    std::vector<Listener> listeners(LISTENERS);
+    std::thread admission(host, &world, seed + 10), runtime(model, &world), bell(ring_on, &world);
+    std::vector<std::thread> threads;
+    for (uint32_t i = 0; i < LISTENERS; i++) {
+        listeners[i].world = &world;
+        listeners[i].owner = i + 1;
+        listeners[i].seed = seed + i;
+        listeners[i].requests = requests;
+        listeners[i].commands = dp_commands_new(world.region, i + 1, 20, LIMIT_MS);
+        threads.emplace_back(listen, &listeners[i]);
+    }
+    for (auto &thread : threads)
+        thread.join();
+    all_free(&world);
+    world.stop.set();
+    admission.join();
+    runtime.join();
+    bell.join();
+    uint32_t whole = 0, cut = 0, full = 0;
+    for (auto &one : listeners) {
+        whole += one.whole;
+        cut += one.cancelled + one.revoked + one.let_go;
+        full += one.full;
+        dp_commands_free(one.commands);
+    }
+    CHECK(whole && cut);
+    printf("traffic: %u answered, %u ended early, %u refused\n", whole, cut, full);
+    end_world(&world);
+}
+
+/* A device that sleeps through a claim -----------------------------------------------------------
+ */
+
+void tick(World *world) {
+    dp_host_launch(1, LISTENERS, dp_admission_tick, world->device, 1000u);
+}
+
+int admit(dp_commands *commands, dp_claimed *claimed, uint32_t slots) {
+    return dp_commands_admit(commands, 0, slots, 0, slots, 1, 1, 4, TOKENS, 0, 0, 0, 0, claimed);
+}
+
+void abandoned(uint64_t) {
+    World world = make_world(SLOTS);
+    dp_commands *commands = dp_commands_new(world.region, 1, 1, 20);
+    dp_claimed claimed;
+    int64_t start = now_ms();
+    CHECK(admit(commands, &claimed, SLOTS) == DP_UNANSWERED);
+    CHECK(now_ms() - start < 2000);
+    CHECK(dp_commands_dead(commands));
+    start = now_ms();
+    for (int i = 0; i < 1000; i++)
+        CHECK(admit(commands, &claimed, SLOTS) == DP_UNANSWERED);
+    CHECK(now_ms() - start < 1000);
+    uint64_t before = dp_word_generation(world.device->words[0]);
+    tick(&world);
+    /* It was granted, and taken back. */
+    CHECK(dp_word_generation(world.device->words[0]) ==
+          ((before + 1) & (~UINT64_C(0) >> DP_GENERATION_SHIFT)));
+    all_free(&world);
+    CHECK(!dp_device_pending(world.region));
+    dp_commands_free(commands);
+    printf("abandoned: a claim that came too late was taken back\n");
+    end_world(&world);
+}
+
+/* A listener that dies with slots in every state, and one that posts rubbish; another goes on. */
+void dead_producer(uint64_t seed) {
+    World world = make_world(SLOTS);
+    dp_ring *ring = (dp_ring *)(world.region->base + world.region->layout.rings);
+    dp_command *entries = (dp_command *)(ring + 1);
+    std::thread admission(host, &world, seed);
+    dp_commands *dead = dp_commands_new(world.region, 1, 20, LIMIT_MS);
+    dp_commands *alive = dp_commands_new(world.region, 2, 20, LIMIT_MS);
+    dp_claimed claimed;
+    for (uint32_t i = 0; i < SLOTS; i++)
+        CHECK(admit(dead, &claimed, SLOTS) == DP_OK);
+    CHECK(admit(alive, &claimed, SLOTS) == DP_FULL);
+    /* It dies between the two stores of a post, the command nonsense. */
+    __atomic_store_n(&entries[SLOTS].command,
+                     UINT64_C(1) << DP_COMMAND_LAP_SHIFT | UINT64_C(0x3FFFFFFFFFFFFF),
+                     __ATOMIC_RELEASE);
+    CHECK(admit(alive, &claimed, SLOTS) == DP_FULL);
+    dp_commands_free(dead);
+    dead = dp_commands_new(world.region, 1, 20, LIMIT_MS);
+    CHECK(dp_commands_let_go_all(dead) == DP_OK);
+    all_free(&world);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        CHECK(admit(alive, &claimed, SLOTS) == DP_OK);
+    dp_commands_free(dead);
+    dp_commands_free(alive);
+    world.stop.set();
+    admission.join();
+    printf("dead producer: its slots came back, another listener was served throughout\n");
+    end_world(&world);
+}
+
+/* Rings that go round: laps, and as many commands without an answer as there may be. */
+void laps(uint64_t) {
+    World world = make_world(1);
+    dp_commands *commands = dp_commands_new(world.region, 1, 1000000, LIMIT_MS);
+    std::thread admission(host, &world, 1);
+    dp_claimed claimed;
+    uint8_t id[4] = {1};
+    for (uint32_t i = 0; i < 6000; i++) { /* claim, publish, let go: over 1,023 laps of 16 */
+        CHECK(admit(commands, &claimed, 1) == DP_OK);
+        CHECK(dp_commands_submit(commands, 0, claimed.generation, id, 0, 4) > 0);
+        CHECK(dp_commands_let_go(commands, 0, claimed.generation) == DP_FREE);
+    }
+    CHECK(!dp_commands_dead(commands));
+    all_free(&world);
+    world.stop.set();
+    admission.join();
+    dp_commands_free(commands);
+    printf("laps: the ring went round more often than a lap's number can say\n");
+    end_world(&world);
+}
+
+} // namespace
+
+int main(int argc, char **argv) {
+    uint32_t requests = argc > 1 ? (uint32_t)strtoul(argv[1], nullptr, 10) : 2000;
+    uint64_t seed = argc > 2 ? strtoul(argv[2], nullptr, 10) : 1;
+    abandoned(seed);
+    dead_producer(seed);
+    laps(seed);
+    traffic(requests, seed);
+    return 0;
+}
