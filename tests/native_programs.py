@@ -25,7 +25,16 @@ _CONNECTION = (
     "quic/aead", "quic/aead_wide", "quic/conn", "quic/conn_fate", "quic/conn_in", "quic/conn_out",
     "quic/frames", "quic/pool", "quic/protect", "quic/ranges", "quic/recovery", "quic/streams",
 )  # fmt: skip
-_PUMP = (*_CONNECTION, "pump/events", "pump/loop", "pump/pump", "pump/routes", "pump/socket")
+_PUMP = (
+    *_CONNECTION,
+    "pump/calls",
+    "pump/events",
+    "pump/loop",
+    "pump/pump",
+    "pump/routes",
+    "pump/socket",
+    "pump/timers",
+)
 SOURCES = {
     "conn": ("slots", "region", *_CONNECTION),
     "frames": ("quic/frames",),

@@ -1,7 +1,8 @@
 /* What the files of this folder share. Not a cdef.
  *
- * events.c: what Python is told. pump.c: connections, routing, timers, the calls of pump.h. loop.c,
- * socket.c: the thread and its sockets. raw*.c: the raw front. load*.c: the load generator. */
+ * events.c: what Python is told. pump.c, timers.c: connections and passes. calls.c: what any thread
+ * may ask. routes.c: connection IDs. loop.c, socket.c: the thread and its sockets. raw*.c: the raw
+ * front. load*.c: the load generator. */
 #ifndef DP_PUMP_INSIDE_H
 #define DP_PUMP_INSIDE_H
 
@@ -107,6 +108,23 @@ static inline void dp_pump_unlock(struct dp_pump *pump) {
 }
 
 /* pump.c ------------------------------------------------------------------------------------- */
+
+static inline int64_t dp_sooner(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+/* Add it to those with something to send, and take it out. */
+void dp_pump_touch(struct dp_entry *entry);
+void dp_pump_untouch(struct dp_entry *entry);
+/* Tell the front that the connection is over, once. */
+void dp_pump_leave(struct dp_entry *entry);
+/* Forget a connection. */
+void dp_pump_drop(struct dp_pump *pump, struct dp_entry *entry);
+/* timers.c. Room for one entry more; false: no memory. */
+bool dp_pump_timer_room(struct dp_pump *pump);
+/* Put it where its connection's timer says, or take it out. */
+void dp_pump_set_timer(struct dp_pump *pump, struct dp_entry *entry);
+void dp_pump_unset_timer(struct dp_pump *pump, struct dp_entry *entry);
 
 /* All of these hold the lock. */
 struct dp_entry *dp_pump_entry(struct dp_pump *pump, uint64_t handle);

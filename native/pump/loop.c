@@ -7,6 +7,7 @@
 #include "loop.h"
 
 #include <errno.h>
+#include <openssl/crypto.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -19,6 +20,7 @@
 #include <unistd.h>
 
 #include "../atomics.h"
+#include "../quic/aead.h"
 #include "inside.h"
 #include "load.h"
 #include "socket.h"
@@ -539,4 +541,12 @@ struct dp_loop_stats dp_pump_loop_stats(struct dp_pump *pump) {
 
 int dp_pump_thread(struct dp_pump *pump) {
     return pump->loop ? (int)dp_load_flag(&pump->loop->tid) : 0;
+}
+
+const char *dp_pump_aead(void) {
+    return dp_aead_backend();
+}
+
+const char *dp_pump_libcrypto(void) {
+    return OpenSSL_version(OPENSSL_VERSION);
 }

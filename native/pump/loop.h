@@ -35,5 +35,9 @@ void dp_pump_gso(struct dp_pump *pump, int on);
 struct dp_loop_stats dp_pump_loop_stats(struct dp_pump *pump);
 /* The kernel's thread id, to give it a core; 0 before the start. */
 int dp_pump_thread(struct dp_pump *pump);
+/* What this build seals packets with: "ipsec-mb" or "libcrypto" for AES-GCM, and libcrypto's
+ * version, which has every other suite. */
+const char *dp_pump_aead(void);
+const char *dp_pump_libcrypto(void);
 
 #endif

@@ -247,9 +247,12 @@ static uint64_t take_reset(struct dp_conn *conn, const struct dp_frame *frame) {
     struct dp_stream *stream = stream_for(conn, id, &error);
     if (!stream)
         return error;
-    error = count_bytes(conn, stream, frame->reset.final_size, true);
     struct dp_receiving *in = &stream->in;
-    if (error || in->done)
+    /* All of it came, and the application may not have looked yet: then it is no news that the peer
+     * gave up repeating it (section 3.2). */
+    bool is_whole = in->frontier == in->final_size;
+    error = count_bytes(conn, stream, frame->reset.final_size, true);
+    if (error || in->done || is_whole)
         return error;
     /* What came before and was not consumed may still be looked at. */
     in->was_reset = true;
