@@ -50,14 +50,15 @@ class Case(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How long a cell is measured: whichever comes first."""
+    """How long a round of a cell is measured, whichever comes first, and how many rounds are."""
 
     seconds: float
     requests: int
+    rounds: int = 1
 
 
-LIMITS = {Form.QUICK: Limits(3.0, 3_000), Form.FULL: Limits(20.0, 100_000)}
-CEILING_LIMITS = {Form.QUICK: Limits(0.7, 3_000), Form.FULL: Limits(5.0, 50_000)}
+LIMITS = {Form.QUICK: Limits(0.3, 100_000, 3), Form.FULL: Limits(4.0, 1_000_000, 5)}
+CEILING_LIMITS = Limits(5.0, 200_000)
 
 
 def parse_case(name: str) -> Case | None:

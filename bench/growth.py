@@ -75,7 +75,7 @@ SERIES = (
 
 def requests_of(point: Point, form: Form) -> int:
     """Return how many requests make a figure: fewer where each costs more."""
-    wanted = 3000 if form is Form.FULL else 800
+    wanted = 40_000 if form is Form.FULL else 3_000
     by_size = max(3, wanted * 128 // max(128, point.tokens))
     return max(by_size, 2 * point.connections)
 
@@ -126,29 +126,11 @@ def measure(point: Point, form: Form) -> float:
     return statistics.median(rounds)
 
 
-HOLDER = """
-import asyncio, contextlib, sys
-from dataplane.client import connect
-from dataplane.prompt1 import Request, encode_request
-
-async def hold(port, ca, slots):
-    async with contextlib.AsyncExitStack() as stack:
-        for start in range(0, slots, 100):
-            client = await stack.enter_async_context(connect(f"localhost:{port}", ca))
-            for _ in range(min(100, slots - start)):
-                await client.raw(encode_request(Request(1)), fin=False)
-        await asyncio.sleep(0.5)
-        print("held", flush=True)
-        await asyncio.sleep(600)
-
-asyncio.run(hold(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
-"""
-
-
 @contextlib.contextmanager
 def held(port: int, ca: str, slots: int) -> Iterator[None]:
     """Take every slot and keep it: a process sends headers without bodies while the block runs."""
-    with process(["-c", HOLDER, str(port), ca, str(slots)], CLIENT_CORE):
+    command = ["-m", "bench.holder", f"--port={port}", f"--ca={ca}", f"--slots={slots}"]
+    with process(command, CLIENT_CORE):
         yield
 
 

@@ -137,9 +137,10 @@ class Server:
     def _tries(self, within_s: float, complaint: str) -> Iterator[None]:
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
+            ended = self._process.poll() is not None
+            yield  # Once more after its end: what it said last may be what is waited for.
+            if ended:
                 raise LaunchError(f"ended with {self._process.returncode}: {self._end()}")
-            yield
             time.sleep(0.02)
         raise LaunchError(f"{complaint} within {within_s:g} s: {self._end()}")
 

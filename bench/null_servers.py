@@ -1,6 +1,6 @@
 """Servers that only answer: what a generator reaches against one is its ceiling.
 
-`python -m bench.null_servers h1|h2|raw|h3 --request-bytes N --answer HEX ...` prints its port and
+`python -m bench.null_servers h1|h2|h3 --request-bytes N --answer HEX ...` prints its port and
 answers every request with the same bytes. Nothing is parsed but what tells where a request ends: of
 HTTP/1.1 its length, which is known, of HTTP/2 the frame's heads, of QUIC what aioquic does anyway
 (`bench/bare_echo.py`). A ceiling is therefore what generator and answering reach together, and the
@@ -151,17 +151,16 @@ def _turn(sock: socket.socket, half: _Answering, buffer: bytearray) -> bool:
 def main() -> None:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("protocol", choices=("h1", "h2", "raw", "h3"))
+    parser.add_argument("protocol", choices=("h1", "h2", "h3"))
     parser.add_argument("--request-bytes", type=int, default=0)
     parser.add_argument("--answer", required=True, help="in hexadecimal")
     parser.add_argument("--cert")
     parser.add_argument("--key")
-    parser.add_argument("--alpn", default="h3")
     options = parser.parse_args()
     if options.protocol in ("h1", "h2"):
         serve_tcp(options)
     else:
-        serve_quic(options.cert, options.key, options.alpn, bytes.fromhex(options.answer))
+        serve_quic(options.cert, options.key, "h3", bytes.fromhex(options.answer))
 
 
 if __name__ == "__main__":

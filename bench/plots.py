@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bench import noqueue, overload
+from bench import contention, goodput, noqueue, overload
 from bench.readme import OWN
 from bench.results import RESULTS, read_latest
 
@@ -37,9 +37,15 @@ def draw(result: dict[str, Any], directory: Path = RESULTS) -> list[Path]:
 def _draw_sections(result: dict[str, Any], directory: Path) -> list[Path]:
     """Have the sections that can be drawn draw themselves."""
     written = []
-    for name, plot in (("noqueue", noqueue.plot), ("overload", overload.plot)):
+    plots = {
+        "noqueue": noqueue.plot,
+        "overload": overload.plot,
+        "goodput": goodput.plot,
+        "contention": contention.plot,
+    }
+    for name, plot in plots.items():
         section = result["sections"].get(name)
-        if section:
+        if section and "error" not in section:
             path = directory / f"{name}.png"
             plot(section, path)
             written.append(path)
@@ -74,7 +80,8 @@ def _kind(row: Row) -> str:
 
 def _figure(rows: list[Row], title: str, fill: Any) -> Any:
     cases = list(dict.fromkeys(row["case"] for row in rows))
-    systems = list(dict.fromkeys(row["system"] for row in rows))
+    own_first = sorted(rows, key=lambda row: OWN not in row["system"])
+    systems = list(dict.fromkeys(row["system"] for row in own_first))
     columns = min(_COLUMNS, len(cases))
     lines = -(-len(cases) // columns)
     height = lines * (len(systems) * _ROW_HEIGHT + 0.9) + 1.3

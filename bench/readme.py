@@ -11,15 +11,29 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import contention, goodput, latency, memory, refusals, targets
 from bench.results import RESULTS, ROOT, read_latest
+from bench.tables import aligned
 
 BEGIN = "<!-- bench:begin -->"
 END = "<!-- bench:end -->"
 OWN = "dataplane"
+DEFAULTS = (targets.RAW, targets.H3)
+"""The daemon as it is started by default."""
 PICTURES = {
     "cpu.png": "Server CPU a request, by case and system",
     "latency.png": "p50, p99 and p99.9 of the answer, by case and system",
+    "goodput.png": "Goodput and verdicts up to ten times what the slots can serve",
+    "contention.png": "The load alone, and beside work for the daemon's interpreter",
 }
+SECTIONS = {
+    "latency": latency.lines,
+    "refusals": refusals.lines,
+    "goodput": goodput.lines,
+    "contention": contention.lines,
+    "memory": memory.lines,
+}
+"""Those whose tables stand here."""
 
 Row = dict[str, Any]
 
@@ -46,20 +60,6 @@ def _names(rows: Iterable[Row], key: str) -> list[str]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
-def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table; the first row is its head, the first column is text."""
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = []
-    for number, row in enumerate(cells):
-        padded = [row[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append(f"| {' | '.join(padded)} |")
-        if not number:
-            rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-            lines.append(f"| {' | '.join(rule)} |")
-    return lines
-
-
 def _table(rows: Sequence[Row], title: str, cell: Any) -> list[str]:
     cases = _names(rows, "case")
     found = {(row["system"], row["case"]): cell(row) for row in rows}
@@ -75,7 +75,7 @@ def standings(rows: Sequence[Row]) -> list[str]:
     for case in _names(rows, "case"):
         here = [row for row in rows if row["case"] == case]
         peers = [row for row in here if OWN not in row["system"]]
-        ranks = [_standing(row, peers) for row in here if OWN in row["system"]]
+        ranks = [_standing(row, peers) for row in here if row["system"] in DEFAULTS]
         if not peers or not ranks:
             continue
         best = min(peers, key=lambda row: float(row["server_cpu_us"]))
@@ -109,7 +109,18 @@ def table_lines(result: dict[str, Any]) -> list[str]:
         *_table(rows, "answers a second / generator's ceiling", _ceiling_cell),
         "",
         "`*`: the generator was busier than the server, so these latencies are the generator's.",
+        "",
     ]
+
+
+def section_tables(result: dict[str, Any]) -> list[str]:
+    """Return the tables of the sections that have one, each with an empty line behind it."""
+    found = []
+    for name, lines in SECTIONS.items():
+        section = result["sections"].get(name)
+        if section and "error" not in section:
+            found += [*lines(section), ""]
+    return found
 
 
 def section_lines(result: dict[str, Any], directory: Path = RESULTS) -> list[str]:
@@ -121,9 +132,10 @@ def section_lines(result: dict[str, Any], directory: Path = RESULTS) -> list[str
         f"`{result['command']}` on {result['date'][:10]}, commit {result['commit'][:8]}; {where},"
         f" Linux {result['kernel']}. Server on one core, generator on another.",
         "",
-        *table_lines(result),
-        "",
     ]
+    if result.get("targets"):
+        lines += [*targets.lines(result["targets"]), ""]
+    lines += [*table_lines(result), *section_tables(result)]
     found = standings(result["rows"])
     if found:
         lines += ["Server CPU against the peers':", "", *found, ""]

@@ -13,7 +13,7 @@ import platform
 import ssl
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,15 @@ class Row:
         client_cpu_us: The generator's own CPU a request.
         p50_us, p99_us, p999_us, max_us: From sending a request to having its whole answer.
         rate_per_s: Requests answered a second.
-        ceiling_rate: What the generator reached against a server that only answers, in requests
-            a second of its own CPU; None where it was not measured.
+        ceiling_rate: How many requests a second the generator could make: what its own CPU a
+            request allows a core, or for peers in the full form, what it reached against a server
+            that only answers. (Such a server is in Python, and slower than the native generator.)
         client_bound: The generator was busier than the server: its latencies are the generator's.
+        flags: What the daemon was started with besides; empty for peers.
+        gso: Whether the generator sent batches that the kernel cuts into datagrams.
+        verdict_p50_us, verdict_p99_us: To the verdict; None for a peer.
+        rounds_cpu_us: Server CPU of each round. Every other figure is the median of the rounds'
+            own, `requests` and `seconds` are their sums.
     """
 
     case: str
@@ -84,6 +90,11 @@ class Row:
     rate_per_s: float
     ceiling_rate: float | None
     client_bound: bool
+    flags: str = ""
+    gso: bool = False
+    verdict_p50_us: float | None = None
+    verdict_p99_us: float | None = None
+    rounds_cpu_us: list[float] = field(default_factory=list)
 
 
 def is_client_bound(client_cpu_s: float, server_cpu_s: float) -> bool:

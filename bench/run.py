@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from bench import targets
 from bench.cases import CEILING_LIMITS, LIMITS, OPEN, PROBE, Case, Limits, parse_case, select
 from bench.cells import Ceiling, measure_ceiling, measure_row
 from bench.clients import WrongAnswerError
@@ -32,11 +33,16 @@ from bench.launch import LaunchError
 from bench.measure import CLIENT_CORE, pin
 from bench.progress import Line
 from bench.results import ROOT, Form, Row, Section, document, write
-from bench.systems import SYSTEMS, Files, System, command_of, running, shape_of
+from bench.systems import LARGE, SMALL, SYSTEMS, Files, System, command_of, running, shape_of
 from dataplane.errors import DataplaneError
 from dataplane.identity import load_identity
 
 SECTIONS = {
+    "latency": "bench.latency",
+    "refusals": "bench.refusals",
+    "goodput": "bench.goodput",
+    "contention": "bench.contention",
+    "memory": "bench.memory",
     "noqueue": "bench.noqueue",
     "overload": "bench.overload",
     "interference": "bench.interference",
@@ -44,7 +50,7 @@ SECTIONS = {
 }
 _NO_PORT = 65_535
 _RATED_LAST = ("hypercorn h3",)
-_PROBE_LIMITS = Limits(0.5, 1_000)
+_PROBE_LIMITS = Limits(0.5, 10_000)
 _FAILURES = (LaunchError, WrongAnswerError, DataplaneError, OSError)
 
 
@@ -52,7 +58,7 @@ class Rows:
     """The comparison.
 
     Args:
-        short: Measure only the main systems in the cases that have names of their own.
+        short: Measure those that are not main systems in two cases only.
 
     Attributes:
         rows, ceilings, failures: What came of it.
@@ -65,18 +71,19 @@ class Rows:
         self.failures: list[str] = []
         self.commands: dict[str, str] = {}
         self._short = short
+        self._form = form
         self._limits = LIMITS[form]
-        self._ceiling_limits = CEILING_LIMITS[form]
         self._files = files
         self._progress = progress
         self._reached: dict[tuple[str, ...], float] = {}
 
     def run(self, cases: Sequence[Case], systems: Sequence[System]) -> None:
         """Measure every system in every case."""
-        for case in cases:
-            for system in systems:
-                if self._takes_part(system, case):
-                    self._ceiling(system, case)
+        if self._form is Form.FULL:
+            for case in cases:
+                for system in systems:
+                    if system.module is not None and self._takes_part(system, case):
+                        self._ceiling(system, case)
         rates: dict[str, float] = {}
         rated = [case for case in cases if case.rated]
         for system in systems:
@@ -96,8 +103,8 @@ class Rows:
         self.rows.sort(key=lambda row: (order.index(row.case), list(SYSTEMS).index(row.system)))
 
     def _takes_part(self, system: System, case: Case) -> bool:
-        named = case.rated or case.output > 0
-        return system.main or not named or not self._short
+        for_all = case.name in (SMALL, LARGE)
+        return system.takes_part(case) and (system.main or for_all or not self._short)
 
     def _groups(self, system: System, cases: Sequence[Case]) -> list[list[Case]]:
         """Return the closed-loop cases that a system is started once for."""
@@ -115,7 +122,7 @@ class Rows:
             return
         self._progress(f"ceiling of the generator: {' '.join(key)}")
         with self._complaining(f"the ceiling for {system.name}", case):
-            ceiling = measure_ceiling(system, case, self._ceiling_limits, self._files)
+            ceiling = measure_ceiling(system, case, CEILING_LIMITS, self._files)
             self.ceilings.append(ceiling)
             self._reached[key] = ceiling.rate_per_s
 
@@ -161,12 +168,11 @@ class Rows:
 
 
 def _generator_key(system: System, case: Case) -> tuple[str, ...]:
-    """Return what makes a generator another one."""
-    own = "own" if system.module is None else "peer"
+    """Return what makes a peer's generator another one."""
     tls = "TLS" if system.tls else "plain"
     connections, streams = shape_of(system, case)
     shape = f"{case.ids} ids, {connections} x {streams} in flight, {case.output} out"
-    return str(system.protocol), system.encoding, tls, own, shape
+    return str(system.protocol), system.encoding, tls, shape
 
 
 def measure_rows(
@@ -271,16 +277,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sections,
         failures,
     )
+    result["targets"] = targets.judged(result)
     path = write(result, options.results)
     _show(result, path, progress)
     return 1 if failures else 0
 
 
 def _show(result: dict[str, Any], path: Path, progress: Line) -> None:
-    from bench.readme import table_lines
+    from bench.readme import section_tables, table_lines
 
     progress.keep("")
-    for line in table_lines(result):
+    for line in [*table_lines(result), *section_tables(result), *targets.lines(result["targets"])]:
         print(line)
     for failure in result["failures"]:
         progress.keep(f"failed: {failure}")

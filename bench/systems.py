@@ -24,6 +24,8 @@ from dataplane.http_names import ALPN as H3_ALPN
 from dataplane.load.wire import dialogues
 
 SLOTS = 64
+SMALL, LARGE = "128-s32", "131072-c1"
+"""The cases that every system is measured in, and the daemon without what makes it fast, too."""
 AUTHORITY = "localhost"
 
 
@@ -45,6 +47,20 @@ class Files(NamedTuple):
     ca: Path
 
 
+class Variant(NamedTuple):
+    """What of the daemon, or of the generator that loads it, is otherwise than by default.
+
+    Attributes:
+        flags: Of `dataplane serve`.
+        gso: Whether the generator sends batches that the kernel cuts into datagrams.
+        cases: The cases that it is measured in; empty: all.
+    """
+
+    flags: tuple[str, ...] = ()
+    gso: bool = True
+    cases: tuple[str, ...] = ()
+
+
 class System(NamedTuple):
     """One system.
 
@@ -53,7 +69,8 @@ class System(NamedTuple):
         module: What must be installed for it, None for the project itself.
         command: What starts it, given the port to listen on (the project itself chooses one) and
             the files.
-        main: Whether the quick form measures it in the cases that have names of their own.
+        main: Whether the quick form measures it in every case, not in `SMALL` and `LARGE` alone.
+        variant: Of the project itself, for reference.
     """
 
     name: str
@@ -63,6 +80,7 @@ class System(NamedTuple):
     module: str | None
     command: Callable[[int, Files], list[str]]
     main: bool
+    variant: Variant = Variant()
 
     @property
     def multiplexes(self) -> bool:
@@ -71,14 +89,29 @@ class System(NamedTuple):
     def installed(self) -> bool:
         return self.module is None or importlib.util.find_spec(self.module) is not None
 
+    def takes_part(self, case: Case) -> bool:
+        """Whether it is measured in a case at all."""
+        return not self.variant.cases or case.name in self.variant.cases
 
-def _daemon(port: int, files: Files) -> list[str]:
-    return [
-        "python", "-m", "dataplane", "serve", "--listen=localhost:0", "--admin=localhost:0",
-        f"--state-dir={files.directory}", f"--cert={files.cert}", f"--key={files.key}",
-        f"--vocab-size={work.VOCAB}", f"--context={work.CONTEXT}", f"--slots={SLOTS}",
-        f"--max-writing={SLOTS}", "--runtime=null",
-    ]  # fmt: skip
+
+def _daemon(*flags: str) -> Callable[[int, Files], list[str]]:
+    def command(port: int, files: Files) -> list[str]:
+        return [
+            "python", "-m", "dataplane", "serve", "--listen=localhost:0", "--admin=localhost:0",
+            f"--state-dir={files.directory}", f"--cert={files.cert}", f"--key={files.key}",
+            f"--vocab-size={work.VOCAB}", f"--context={work.CONTEXT}", f"--slots={SLOTS}",
+            f"--max-writing={SLOTS}", *flags, "--runtime=null",
+        ]  # fmt: skip
+
+    return command
+
+
+_PLAIN = Variant()
+
+
+def _own(name: str, protocol: Protocol, variant: Variant = _PLAIN) -> System:
+    start = _daemon(*variant.flags)
+    return System(name, protocol, "binary", True, None, start, True, variant)
 
 
 def _uvicorn(app: str, tls: bool) -> Callable[[int, Files], list[str]]:
@@ -110,9 +143,13 @@ def _hypercorn(port: int, files: Files) -> list[str]:
 
 
 def _systems() -> list[System]:
+    no_pump = Variant(flags=("--no-pump",), cases=(SMALL, LARGE))
     found = [
-        System("dataplane raw", Protocol.RAW, "binary", True, None, _daemon, True),
-        System("dataplane h3", Protocol.H3, "binary", True, None, _daemon, True),
+        _own("dataplane raw", Protocol.RAW),
+        _own("dataplane h3", Protocol.H3),
+        _own("dataplane raw no-gso", Protocol.RAW, Variant(gso=False, cases=(LARGE,))),
+        _own("dataplane raw no-pump", Protocol.RAW, no_pump),
+        _own("dataplane h3 no-pump", Protocol.H3, no_pump),
     ]
     for encoding, app, name in (
         ("json", "fastapi_json", "fastapi json"),
@@ -222,6 +259,6 @@ def generator(system: System, case: Case, port: int, files: Files) -> Generator:
     if system.module is None:
         kind = "raw" if system.protocol is Protocol.RAW else "h3"
         alpn, dialogue = dialogues(kind, AUTHORITY, body, case.output)
-        return QuicLoad(port, ca_pem, alpn, dialogue, *shape)
+        return QuicLoad(port, ca_pem, alpn, dialogue, *shape, system.variant.gso)
     sent = peer_h3_request(path, body)
     return QuicLoad(port, ca_pem, H3_ALPN, lambda: PeerH3Dialogue(sent, expected), *shape)

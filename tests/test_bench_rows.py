@@ -69,7 +69,7 @@ def test_the_quick_form_has_the_cases_that_were_promised() -> None:
     names = [case.name for case in cases.cases_of(Form.QUICK)]
     assert names[:6] == ["128-c1", "128-s32", "128-c32", "2048-c1", "2048-s32", "131072-c1"]
     assert set(names) <= {case.name for case in cases.cases_of(Form.FULL)}
-    assert cases.LIMITS[Form.QUICK] == (3.0, 3000)
+    assert cases.LIMITS[Form.QUICK].rounds >= 3  # a row is a median
 
 
 def test_only_picks_cases_systems_and_sections() -> None:
@@ -294,7 +294,7 @@ def test_one_case_of_one_system_for_real(tmp_path: Path) -> None:
     (measured,) = latest["rows"]
     assert set(measured) >= KEYS
     assert (measured["case"], measured["system"]) == ("128-s2", "dataplane raw")
-    assert 8 <= measured["requests"] <= 3000
+    assert 3 * 8 <= measured["requests"] <= 300_000
     assert measured["server_cpu_us"] > 0
     assert 0 < measured["p50_us"] <= measured["p99_us"] <= measured["p999_us"]
     assert measured["ceiling_rate"] > 0

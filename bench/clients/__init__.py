@@ -18,12 +18,14 @@ class WrongAnswerError(Exception):
 class Outcome(NamedTuple):
     """A finished run: every request was answered as it should be.
 
-    `times_us` are from sending (open loop: from when it was due) to the whole answer.
+    `times_us` are from sending (open loop: from when it was due) to the whole answer,
+    `verdicts_us` to its verdict, where a protocol has one before the answer's end.
     """
 
     times_us: npt.NDArray[np.float64]
     seconds: float
     cpu_s: float
+    verdicts_us: npt.NDArray[np.float64] | None = None
 
     @property
     def requests(self) -> int:

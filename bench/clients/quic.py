@@ -65,6 +65,7 @@ class QuicLoad:
         dialogue: Makes each connection's half of it.
         connections: How many.
         streams: How many requests may be in flight on each.
+        gso: Whether batches are sent that the kernel cuts into datagrams.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class QuicLoad:
         dialogue: Callable[[], Dialogue],
         connections: int,
         streams: int,
+        gso: bool = True,
     ) -> None:
         server = Server(("127.0.0.1", port), ca_pem)
-        self._load = Load(server, alpn, dialogue, connections)
+        self._load = Load(server, alpn, dialogue, connections, gso=gso)
         self._streams = streams
 
     def connect(self) -> None:
@@ -104,4 +106,4 @@ class QuicLoad:
             raise WrongAnswerError(str(error)) from error
         if outcome.by_status != {"200": requests}:
             raise WrongAnswerError(f"not every request was answered with 200: {outcome.by_status}")
-        return Outcome(outcome.totals_us, outcome.seconds, outcome.cpu_s)
+        return Outcome(outcome.totals_us, outcome.seconds, outcome.cpu_s, outcome.verdicts_us)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.readme import aligned
+from bench.tables import aligned
 
 Result = Mapping[str, Any]
 
