@@ -117,9 +117,18 @@ def _find_library() -> Path:
     return libraries[0]
 
 
+_bundled: tuple[Path, Path] | None = None
+
+
+def use(gguf: Path, tokenizer: Path) -> None:
+    """Have this process take the weights and the tokenizer.json of a bundle, once and for all."""
+    global _bundled
+    _bundled = gguf, tokenizer
+
+
 def locate() -> ModelFiles:
     """Both files, or a ModelError that says which one is missing and what mends it."""
-    return ModelFiles(gguf=_find_gguf(), library=_find_library())
+    return ModelFiles(gguf=_bundled[0] if _bundled else _find_gguf(), library=_find_library())
 
 
 # ---------------------------------------------------------------- installing
@@ -416,7 +425,12 @@ def _write_aside(path: Path, content: bytes) -> None:
 
 
 def tokenizer_json(files: ModelFiles, cache_dir: Path) -> Path:
-    """The model's tokenizer.json in `cache_dir`, built at the first call for these weights."""
+    """The model's tokenizer.json in `cache_dir`, built at the first call for these weights.
+
+    With a bundle in use, the bundle's.
+    """
+    if _bundled and files.gguf == _bundled[0]:
+        return _bundled[1]
     try:
         path = cache_dir / f"{NAME}-{_sha256(files.gguf)[:16]}-{_BUILD}.tokenizer.json"
     except OSError as error:

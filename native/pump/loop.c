@@ -535,6 +535,7 @@ struct dp_loop_stats dp_pump_loop_stats(struct dp_pump *pump) {
             stats.dropped_out += out.dropped;
         }
     }
+    stats.allocations = dp_pool_allocations(pump->pool);
     dp_pump_unlock(pump);
     return stats;
 }

@@ -17,6 +17,7 @@ struct dp_loop_stats {
     uint64_t batches_in;  /* recvmmsg calls that brought something */
     uint64_t coalesced;   /* datagrams that came in one with others (GRO) */
     int64_t cpu_ns;       /* of the thread */
+    uint64_t allocations; /* calls of the system's allocator for packets, streams and events */
 };
 
 /* Serve a UDP socket too, which stays the caller's: its number, or -errno. Before dp_pump_start.
