@@ -8,18 +8,20 @@ BIN    := $(VENV)/bin
 BUILT  := $(VENV)/.built
 
 C_FILES := $(wildcard native/*.[ch] native/*/*.[ch] native/*/*.cu native/*/*.cuh \
-                      tests/native/*.[ch] tests/examples/*.[ch] \
+                      bench/*.[ch] tests/native/*.[ch] tests/native/*.cpp tests/examples/*.[ch] \
                       tests/fuzz/*.[ch] tests/fuzz/*/*.[ch])
 # A change to any of these, a header included, builds anew.
 SOURCES := pyproject.toml setup.py $(shell find native -type f ! -name '*.pyc')
 
-.PHONY: help check build run test test-slow lint tsan fuzz bench bench-check clean
+.PHONY: help check build run test test-slow test-gpu lint tsan kernels fuzz bench bench-check clean
 
 help:
 	@echo "make build   make $(VENV) and install dataplane in it, with its C module"
 	@echo "make run     build, fetch the small model and ask it one question"
 	@echo "make test    build, fetch the small model and run the tests"
 	@echo "make test-slow    the tests that take longer: races over minutes, real time-outs, benches"
+	@echo "make test-gpu     what only a GPU can show; each check says 'waived' where there is none"
+	@echo "make kernels      compile the CUDA kernels ahead, for dataplane/kernels.fatbin; needs nvcc"
 	@echo "make lint    ruff, mypy and clang-format: says what is amiss, changes nothing"
 	@echo "make tsan    C tests under ThreadSanitizer, AddressSanitizer and UBSan, and the mutants"
 	@echo "make fuzz    fuzz the packet parsers with libFuzzer, FUZZ_SECONDS (60) each; needs clang"
@@ -102,6 +104,13 @@ lint: build
 tsan: check
 	@echo "Building the C tests with sanitizers, and with mistakes sown in; a minute or so ..."
 	@CC="$(CC)" $(PYTHON) tests/native_programs.py
+	@CC="$(CC)" CXX="$(CXX)" $(PYTHON) tests/gpu_programs.py
+
+kernels: build
+	@$(BIN)/python -m dataplane.kernels
+
+test-gpu: build
+	@CC="$(CC)" CXX="$(CXX)" $(BIN)/python tests/gpu_checks.py
 
 FUZZ_SECONDS ?= 60
 
@@ -121,6 +130,6 @@ bench-check: $(VENV)/.bench
 	@$(BIN)/python -m bench.check
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info dataplane/*.so
+	@rm -rf $(VENV) build dist *.egg-info dataplane/*.so dataplane/*.fatbin
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find dataplane native tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -114,9 +114,7 @@ class Attachment:
 
     def _is_working(self) -> bool:
         """Whether a slot waits on the runtime: READY, RUNNING or CANCELLING."""
-        states = self.region.native.states
-        waiting = (lib.DP_READY, lib.DP_RUNNING, lib.DP_CANCELLING)
-        return any(states[i] & lib.DP_STATE_MASK in waiting for i in range(self.region.slots))
+        return bool(lib.dp_is_working(self.region.native))
 
 
 def _eventfds(count: int) -> list[int]:
@@ -251,8 +249,6 @@ class AttachServer:
         manifest = decode_manifest(line)
         if manifest.partition != "default":
             raise AttachError(f"there is no partition {manifest.partition!r}, only 'default'")
-        if manifest.table != "host":
-            raise AttachError('this daemon has no device table: attach with "table": "host"')
         if self._admitting:
             raise AttachError(f"partition {manifest.partition!r} is getting a runtime already")
         if self.current is not None:

@@ -29,7 +29,8 @@ ENV_PREFIX = "DATAPLANE_"
 # What Kubernetes sets in every pod beside a Service named dataplane.
 _ORCHESTRATED = re.compile(r"DATAPLANE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w+)?)")
 _log = logging.getLogger("dataplane.config")
-RUNTIMES = ("none", "null", "echo", "smollm2")
+RUNTIMES = ("none", "null", "echo", "smollm2", "smollm2-torch", "cuda-echo")
+ADMISSIONS = ("tick", "persistent")
 SOCKET_NAME = "runtime.sock"
 
 # What a Unix socket's address holds besides its closing zero.
@@ -230,11 +231,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("cert", "FILE", PATH, None, "certificate chain, PEM; needs --key", f"made {_STATE}"),
     Setting("key", "FILE", PATH, None, "its private key, PEM; needs --cert", f"made {_STATE}"),
     Setting("runtime", "NAME", _choice(RUNTIMES), "none", f"{', '.join(RUNTIMES)}: started along"),
+    Setting("bundle", "DIR", PATH, None, "what `dataplane bundle build` packed, to be started"),
     Setting("slots", "N", integer(1, 1024), "8", "slots of a bundled runtime"),
     Setting("context", "N", integer(1, 1_048_576), "1024", "tokens of its longest prompt"),
     Setting("max_output", "N", integer(1, 262_144), "512", "tokens of its longest answer"),
     Setting("vocab_size", "N", integer(1, 2**31 - 1), "49152", "ids that echo knows"),
     Setting("token_delay_ms", "D", decimal(0, 60_000), "0", "ms that echo waits before a token"),
+    Setting("admission", "HOW", _choice(ADMISSIONS), "tick",
+            "how a CUDA runtime runs the admission kernel: tick or persistent"),
     Setting("body_timeout", "S", decimal(0.01, 3600), "5", "seconds for a body to be complete"),
     Setting("idle_timeout", "S", decimal(0.1, 3600), "30", "seconds a connection may be silent"),
     Setting("handshake_timeout", "S", decimal(0.1, 600), "5", "seconds for a handshake"),
@@ -260,11 +264,13 @@ class ServeConfig:
     cert: Path | None
     key: Path | None
     runtime: str
+    bundle: Path | None
     slots: int
     context: int
     max_output: int
     vocab_size: int
     token_delay_ms: float
+    admission: str
     body_timeout: float
     idle_timeout: float
     handshake_timeout: float
@@ -368,6 +374,26 @@ def flag_values(flags: Mapping[str, str | None], names: Iterable[str]) -> dict[s
     }
 
 
+def settled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, and what their bundle decides, where there is one.
+
+    Raises:
+        UsageError: One of them contradicts the bundle, or no runtime here serves it.
+        BundleError: It cannot be read.
+    """
+    if values.get("bundle") is None:
+        return dict(values)
+    from dataplane import bundle
+
+    complete = bundle.settle(values, bundle.read(values["bundle"]))
+    if complete["runtime"] not in RUNTIMES:
+        raise UsageError(
+            f"--bundle {values['bundle']} is for the runtime {complete['runtime']}, which this"
+            f" dataplane does not have; it has {', '.join(RUNTIMES)}"
+        )
+    return complete
+
+
 def with_defaults(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """`values`, and the defaults of those in `names` that it lacks."""
     complete = dict(values)
@@ -405,7 +431,7 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> ServeCo
     values = {**_from_environ(environ), **flag_values(flags, BY_NAME)}
     if "config" in values:
         values = {**_from_file(values["config"]), **values}
-    values = with_defaults(values, BY_NAME)
+    values = with_defaults(settled(values), BY_NAME)
     for given, missing in (("cert", "key"), ("key", "cert")):
         if values[given] is not None and values[missing] is None:
             raise UsageError(f"--{given} {values[given]} needs --{missing} as well")

@@ -16,6 +16,7 @@ from dataplane import quic as private
 from dataplane.admin import AdminServer
 from dataplane.attach import Attachment, AttachServer
 from dataplane.connection import StreamFront
+from dataplane.device_table import DeviceTable, table_of
 from dataplane.errors import DataplaneError, ResetCode
 from dataplane.fronts.generate import Generate
 from dataplane.fronts.prompt1 import Prompt1
@@ -29,7 +30,6 @@ from dataplane.region import Region, create_region
 from dataplane.sockets import bind
 from dataplane.stats import Stats
 from dataplane.supervise import Supervisor
-from dataplane.table import HostTable
 from dataplane.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -103,10 +103,16 @@ class Daemon:
 
     def _serve(self, region: Region, null: bool) -> None:
         """Take requests into these slots, the raw front's too where there is one."""
-        self.ingress.attach(HostTable(region), null)
-        self.listener.engine.attach(
-            region, self.ingress.max_writing, self.config.body_timeout, null
-        )
+        table = table_of(region)
+        self.ingress.attach(table, null)
+        if isinstance(table, DeviceTable):
+            # The raw front in C swaps the slots' words itself, which lie in the device here: it
+            # stays without slots, so its requests come to Python's front, which asks the device.
+            table.on_dead = self._gave_up
+        else:
+            self.listener.engine.attach(
+                region, self.ingress.max_writing, self.config.body_timeout, null
+            )
 
     def _dropped(self, attachment: Attachment, why: str) -> None:
         if attachment.ready:
@@ -121,6 +127,11 @@ class Daemon:
         """Egress read something that the contract forbids: end the attachment after this pass."""
         _log.error("the runtime broke a rule: %s", rule)
         self._drop_soon(f"it broke a rule: {rule}")
+
+    def _gave_up(self, why: str) -> None:
+        """A device does not answer: nothing it holds can end well, and another runtime may."""
+        _log.error("%s", why)
+        self._drop_soon(why)
 
     def _drop_soon(self, why: str) -> None:
         attachment = self.attachments.current
@@ -285,8 +296,12 @@ def _runtime_arguments(config: "ServeConfig") -> list[str]:
             f"--vocab-size={config.vocab_size}",
             f"--token-delay-ms={config.token_delay_ms}",
         ]
+    elif config.runtime == "cuda-echo":
+        arguments += [f"--vocab-size={config.vocab_size}", f"--admission={config.admission}"]
     else:
         arguments.append(f"--state-dir={config.state_dir}")
+    if config.bundle is not None:
+        arguments.append(f"--bundle={config.bundle}")
     return arguments
 
 
@@ -320,6 +335,10 @@ def serve(config: "ServeConfig") -> int:
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="dataplane: %(message)s")
     private.check()
+    if config.bundle is not None:
+        from dataplane.bundle import admit
+
+        admit(config.bundle)
     make_state_dir(config.state_dir)
     identity = load_identity(config.state_dir, config.listen[0], config.cert, config.key)
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(WakingSelector())) as runner:

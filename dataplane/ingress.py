@@ -11,6 +11,7 @@ slot table go out.
 import math
 import secrets
 import time
+from typing import Any
 
 from dataplane import refusals
 from dataplane.egress import Egress
@@ -18,7 +19,7 @@ from dataplane.errors import Refusal, ResetCode, Status
 from dataplane.exchange import Exchange, Front, Peer, Waiting
 from dataplane.latency import MOST_US, Series
 from dataplane.prompt1 import Request
-from dataplane.slots import BAD_TOKEN, OVERFLOW, SHORT, Finish
+from dataplane.slots import BAD_TOKEN, FULL, OVERFLOW, SHORT, UNANSWERED, Finish
 from dataplane.stats import Stats
 from dataplane.table import SlotTable
 
@@ -36,6 +37,7 @@ class Ingress:
         table: The slots, or None while no runtime is ready.
         why_unavailable: What a 503 says meanwhile.
         queue_us: From header complete to claim decided, of the last claim.
+        given_id: The client's own identifier of the last request that `publish_whole` decided on.
         max_writing: Slots that one connection may hold in WRITING.
     """
 
@@ -46,6 +48,7 @@ class Ingress:
         self.why_unavailable = "no runtime is attached"
         self.draining = False
         self.queue_us = 0
+        self.given_id = b""
         self.body_timeout = body_timeout
         self._configured_max_writing = max_writing
         self.max_writing = 0
@@ -63,6 +66,7 @@ class Ingress:
     def attach(self, table: SlotTable, null: bool = False) -> None:
         """Serve from these slots; with `null`, release each at publish and answer nothing."""
         self.table = table
+        table.count_in(self._latency, null)
         self.egress.table = table
         self._null = null
         self.max_writing = self._configured_max_writing or (table.region.slots + 1) // 2
@@ -121,6 +125,8 @@ class Ingress:
         queue_ns = _realtime_ns() - ready_ns
         if slot < 0:
             self.queue_us = self._latency.record_ns(_QUEUE, queue_ns)
+            if slot == UNANSWERED:
+                return refusals.stuck()
             return Refusal(Status.BUSY, refusals.BUSY, self.retry_after_ms())
         exchange = self._exchanges[slot]
         if exchange.live:
@@ -237,18 +243,84 @@ class Ingress:
         exchange.ingress_us = self._latency.record_pair_ns(
             _QUEUE, exchange.queue_ns, published_ns - complete_ns
         )
-        exchange.pickup_us = exchange.first_us = exchange.total_us = -1
         if self._null:
             table.revoke(slot, exchange.generation)
+        self.follow(exchange)
+        return None
+
+    def follow(self, exchange: Exchange) -> None:
+        """Have the answer of a request that was just published sent as it comes."""
+        exchange.pickup_us = exchange.first_us = exchange.total_us = -1
+        if self._null:
             exchange.live = False
             self.stats.completed += 1
             exchange.front.answer(exchange, b"", _STOP)
-            return None
-        table.watch(exchange)
+            return
+        assert self.table is not None
+        self.table.watch(exchange)
         self.egress.unanswered.append(exchange)
         if exchange.deadline_ms:
             self._set_deadline(exchange)
-        return None
+
+    def publish_whole(
+        self, front: Front, connection: Peer, stream_id: int, data: Any, at: int, size: int,
+        complete_ns: int,
+    ) -> Exchange | Refusal | None:  # fmt: skip
+        """Decide on an HTTP/3 request that came whole, as bytes [at, at + size) of `data`.
+
+        The same as `claim` and `submit`, in one call on the table. What is more than a plain
+        request and a free slot, or none, is left to those.
+
+        Returns:
+            The exchange, published, to be handed to `follow`; a refusal because no slot is free; or
+            None, and nothing has happened.
+        """
+        table = self.table
+        if table is None or self.draining or connection.writing >= self.max_writing:
+            return None
+        serve = table.serve_whole
+        if serve is None:
+            return None
+        request_id = self._next_id
+        (
+            status, generation, queue_ns, published_ns, slot, free_left, queue_us, ingress_us,
+            n_tokens, max_output, id_bytes,
+        ) = serve(request_id, data, at, size, complete_ns)  # fmt: skip
+        if status:
+            if status != FULL:
+                return None
+            self.given_id = table.given_id(id_bytes) if id_bytes else b""
+            self.queue_us = self._latency.record_ns(_QUEUE, queue_ns)
+            return Refusal(Status.BUSY, refusals.BUSY, self.retry_after_ms())
+        self._next_id = (request_id + 1) & (2**64 - 1) or 1
+        self.given_id = table.given_id(id_bytes) if id_bytes else b""
+        if queue_ns < 0 or published_ns < complete_ns:
+            self._latency.record_pair_ns(_QUEUE, queue_ns, published_ns - complete_ns)
+        exchange = self._exchanges[slot]
+        if exchange.live:
+            self.egress.on_broken(f"slot {slot}: it was given out twice")
+            return refusals.lost()
+        exchange.front = front
+        exchange.connection = connection
+        exchange.stream_id = stream_id
+        exchange.request_id = request_id
+        exchange.generation = generation
+        exchange.free_left = free_left
+        exchange.n_tokens = n_tokens
+        exchange.max_output = max_output
+        exchange.deadline_ms = 0
+        exchange.deadline_at = math.inf
+        exchange.queue_us = queue_us
+        exchange.queue_ns = queue_ns
+        exchange.ingress_us = ingress_us
+        exchange.started = self.stats.now
+        exchange.complete_ns = complete_ns
+        exchange.published_ns = published_ns
+        exchange.live = True
+        exchange.writing = exchange.answered = False
+        exchange.sent = 0
+        self.stats.claimed += 1
+        return exchange
 
     def _bad_body(self, exchange: Exchange, status: int) -> Refusal:
         table = self.table

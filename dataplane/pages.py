@@ -294,8 +294,9 @@ _no_words: Words = np.empty(0, dtype=np.uint64)
 
 def copy_words(region: Region) -> Words:
     """Copy a region's state words, each at one moment, not all at the same."""
-    size = region.slots * _no_words.itemsize
-    return np.frombuffer(ffi.buffer(region.native.states, size), dtype=np.uint64).copy()
+    words = np.empty(region.slots, dtype=np.uint64)
+    lib.dp_copy_words(region.native, ffi.from_buffer("uint64_t[]", words))
+    return words
 
 
 def _states(words: Words) -> npt.NDArray[np.int64]:

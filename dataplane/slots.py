@@ -49,6 +49,7 @@ FULL: int = lib.DP_FULL
 OVERFLOW: int = lib.DP_OVERFLOW
 BAD_TOKEN: int = lib.DP_BAD_TOKEN
 SHORT: int = lib.DP_SHORT
+UNANSWERED: int = lib.DP_UNANSWERED
 
 
 def next_state(event: int, state: int) -> State | None:

@@ -2,13 +2,16 @@
 published.
 
 `SlotTable` is the interface; `HostTable` is the table whose words lie in the region, on which the
-listener does the compare-and-swap itself. Its methods are one C call each, since they are on the
-way of every request.
+listener does the compare-and-swap itself (`dataplane.device_table` has the other one). Its methods
+are one C call each, since they are on the way of every request.
 """
 
+import struct
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from dataplane._native import ffi, lib
+from dataplane.latency import Latency, Series
 from dataplane.prompt1 import Request
 from dataplane.region import Region
 
@@ -16,8 +19,16 @@ from dataplane.region import Region
 _admit, _write, _submit, _apply, _poll, _copy_output = (
     lib.dp_admit, lib.dp_write, lib.dp_submit, lib.dp_apply, lib.dp_poll, lib.dp_copy_output,
 )  # fmt: skip
+_serve_whole = lib.dp_serve_whole
 _REVOKE: int = lib.DP_REVOKE
 _RELEASE: int = lib.DP_RELEASE
+
+
+_unpack_served = struct.Struct("=qQqqIIIIIII").unpack_from
+Served = tuple[int, int, int, int, int, int, int, int, int, int, int]
+"""What became of a request (`struct dp_served`): its status, generation, ns to the claim, when it
+was published (CLOCK_REALTIME ns), slot, slots left free, µs to the claim and to the publish, its
+tokens, the most of its answer, and the bytes of its identifier."""
 
 
 class Watched(Protocol):
@@ -39,7 +50,10 @@ class SlotTable(Protocol):
     count: int
     generation: int
     free_left: int
+    serve_whole: Callable[[int, Any, int, int, int], Served] | None
 
+    def count_in(self, latency: Latency, null: bool) -> None: ...
+    def given_id(self, size: int) -> bytes: ...
     def admit(self, request: Request, request_id: int, max_output: int) -> int: ...
     def free(self) -> int: ...
     def begin(self, slot: int, request: Request, request_id: int, max_output: int) -> None: ...
@@ -68,6 +82,9 @@ class HostTable:
     Attributes:
         generation: Of the last claim.
         free_left: Slots seen free right after it.
+        serve_whole: Claims, writes and publishes a plain HTTP/3 request that came whole at a time
+            (CLOCK_REALTIME ns): called with the id to give it, and bytes or a buffer of C's whose
+            [at, at + size) it is. None where there is no such thing.
     """
 
     def __init__(self, region: Region, owner: int = 1) -> None:
@@ -85,6 +102,8 @@ class HostTable:
         self._ids = ffi.new("uint8_t[]", region.max_output * 4)
         self._ids_view = ffi.buffer(self._ids)
         self._watched: list[Any] = []
+        self._served = ffi.new("struct dp_served *")
+        self.serve_whole: Callable[[int, Any, int, int, int], Served] | None = None
 
     # Claim to publish.
 
@@ -93,17 +112,10 @@ class HostTable:
 
         Affinity 0 starts anywhere; a strict one tries its own slot alone.
         """
-        probes = count = self.count
-        if request.affinity:
-            start = request.affinity % count
-            if request.strict:
-                probes = 1
-        else:
-            start = self._next_probe
-            self._next_probe = start + 1 if start + 1 < count else 0
+        start, probes = self._probe(request)
         claimed = self._claimed
         status: int = _admit(
-            self._native, self.owner, self.first, count, start, probes, request_id,
+            self._native, self.owner, self.first, self.count, start, probes, request_id,
             request.n_tokens, request.width, max_output, request.temperature, request.top_p,
             request.top_k, request.seed, claimed,
         )  # fmt: skip
@@ -112,6 +124,36 @@ class HostTable:
         self.generation = claimed.generation
         self.free_left = claimed.free_left
         return claimed.slot  # type: ignore[no-any-return]
+
+    def _probe(self, request: Request) -> tuple[int, int]:
+        """Return where in the range a request's probe starts, and how many slots it tries."""
+        count = self.count
+        if request.affinity:
+            return request.affinity % count, 1 if request.strict else count
+        start = self._next_probe
+        self._next_probe = start + 1 if start + 1 < count else 0
+        return start, count
+
+    def count_in(self, latency: Latency, null: bool) -> None:
+        """Provide `serve_whole`: count its times here; with `null`, revoke at publish."""
+        native = self._native
+        if native.geometry.table != lib.DP_TABLE_HOST:
+            return
+        whole = ffi.new("struct dp_whole *")
+        whole.region, whole.latency = native, latency.native
+        whole.owner, whole.first, whole.count = self.owner, self.first, self.count
+        whole.series, whole.null = Series.QUEUE, null
+        served, view = self._served, ffi.buffer(self._served)
+
+        def serve(request_id: int, data: Any, at: int, size: int, complete_ns: int) -> Served:
+            _serve_whole(whole, latency.now_s, request_id, data, at, size, complete_ns, served)
+            return _unpack_served(view)
+
+        self.serve_whole = serve
+
+    def given_id(self, size: int) -> bytes:
+        """Return the client's own identifier of the last request served whole."""
+        return ffi.buffer(self._served.id, size)[:]  # type: ignore[no-any-return]
 
     def free(self) -> int:
         """Count the slots that are FREE now."""

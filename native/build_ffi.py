@@ -12,10 +12,12 @@ from cffi import FFI
 HERE = Path(__file__).resolve().parent
 # In the order in which each may use those before it.
 HEADERS = (
-    "slots.h", "region.h", "tokens.h", "udp.h", "attach.h", "latency.h", "quic/hand_over.h",
+    "slots.h", "region.h", "tokens.h", "udp.h", "attach.h", "latency.h", "http3.h", "whole.h",
+    "gpu/ring.h",
+    "gpu/commands.h", "gpu/device.h", "quic/hand_over.h",
     "pump/pump.h", "pump/loop.h", "pump/prompt1.h", "pump/raw.h", "pump/load.h",
 )  # fmt: skip
-FOLDERS = ("", "quic/", "pump/")
+FOLDERS = ("", "gpu/", "quic/", "pump/")
 
 
 def _files(pattern: str) -> list[str]:
@@ -25,6 +27,9 @@ def _files(pattern: str) -> list[str]:
         for path in sorted((HERE / folder).glob(pattern))
     ]
 
+
+SOURCES = _files("*.c")
+DEPENDS = _files("*.h")
 
 _CONSTANT = re.compile(r"#define\s+DP_\w+\s+(0x[0-9A-Fa-f]+|\d+)\b")
 
@@ -52,8 +57,8 @@ def builder() -> FFI:
     ffi.set_source(
         "dataplane._native",
         "\n".join(f'#include "{name}"' for name in HEADERS),
-        sources=_files("*.c"),
-        depends=_files("*.h"),
+        sources=SOURCES,
+        depends=DEPENDS,
         include_dirs=["native"],
         extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
         libraries=["crypto", "pthread"],

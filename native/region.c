@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "atomics.h"
+#include "gpu/ring.h"
 
 #define REGION_MAGIC UINT64_C(0x314E474552504444) /* "DDPREGN1" */
 #define PAGE         4096
@@ -18,6 +19,7 @@
 _Static_assert(sizeof(struct dp_word) == 64 && sizeof(struct dp_flag) == 64, "one line each");
 _Static_assert(sizeof(struct dp_request) == 128, "a line for each side");
 _Static_assert(offsetof(struct dp_request, taken_ns) == 64, "the runtime's line");
+_Static_assert(sizeof(struct dp_command) == 64 && sizeof(struct dp_ring) == 128, "whole lines");
 _Static_assert(offsetof(struct dp_region_header, heartbeat) % 64 == 0, "lines are aligned");
 
 static uint64_t align(uint64_t value, uint64_t to) {
@@ -47,7 +49,15 @@ void dp_layout_of(const struct dp_geometry *geometry, struct dp_layout *layout) 
     layout->states = align(sizeof(struct dp_region_header), PAGE);
     layout->progress = align(layout->states + slots * 8, PAGE);
     layout->requests = align(layout->progress + slots * 8, PAGE);
-    layout->prompts = align(layout->requests + slots * sizeof(struct dp_request), PAGE);
+    uint64_t end = layout->requests + slots * sizeof(struct dp_request);
+    bool device = geometry->table == DP_TABLE_DEVICE;
+    layout->mirrors = align(end, PAGE);
+    layout->resident = align(layout->mirrors + (device ? slots * 8 : 0), PAGE);
+    layout->rings = align(layout->resident + (device ? sizeof(struct dp_resident) : 0), PAGE);
+    layout->ring_bytes = sizeof(struct dp_ring) +
+                         dp_ring_entries(geometry->slots) * (uint64_t)sizeof(struct dp_command);
+    layout->ring_bytes = device ? align(layout->ring_bytes, PAGE) : 0;
+    layout->prompts = align(layout->rings + geometry->listeners * layout->ring_bytes, PAGE);
     layout->outputs = align(layout->prompts + slots * layout->prompt_stride, PAGE);
     layout->bytes = align(layout->outputs + slots * layout->output_stride, PAGE);
 }
@@ -70,6 +80,8 @@ static struct dp_region *adopt(void *base, const struct dp_geometry *geometry, b
     region->layout = layout;
     region->states = (uint64_t *)(region->base + layout.states);
     region->progress = (uint64_t *)(region->base + layout.progress);
+    if (geometry->table == DP_TABLE_DEVICE)
+        region->mirrors = (uint64_t *)(region->base + layout.mirrors);
     region->requests = (struct dp_request *)(region->base + layout.requests);
     region->doorbell = -1;
     for (int i = 0; i < DP_MAX_LISTENERS; i++)
@@ -85,8 +97,11 @@ static void write_header(struct dp_region *region, uint64_t attachment, uint64_t
     header->geometry = region->geometry;
     header->layout = region->layout;
     /* A handle of an older region must not fit: generations start anywhere. */
-    for (uint32_t i = 0; i < region->geometry.slots; i++)
+    for (uint32_t i = 0; i < region->geometry.slots; i++) {
         dp_store_relaxed(&region->states[i], generation << DP_GENERATION_SHIFT | DP_FREE);
+        if (region->mirrors)
+            dp_store_relaxed(&region->mirrors[i], generation << DP_GENERATION_SHIFT | DP_FREE);
+    }
     header->magic = REGION_MAGIC;
 }
 
@@ -123,6 +138,13 @@ struct dp_region *dp_region_create(const struct dp_geometry *geometry, uint64_t 
     write_header(region, attachment, first_generation);
     *fd = memfd;
     return region;
+}
+
+uint32_t dp_ring_entries(uint32_t slots) {
+    uint32_t entries = DP_RING_SMALLEST;
+    while (entries < slots * 6 + DP_RING_SMALLEST / 2)
+        entries *= 2;
+    return entries;
 }
 
 static const char *check_header(const struct dp_region_header *header, uint64_t bytes) {

@@ -30,7 +30,9 @@ struct dp_geometry {
 
 /* Byte offsets from the region's start. */
 struct dp_layout {
-    uint64_t states;   /* u64[slots], dense so that a probe reads few lines */
+    /* u64[slots], dense so that a probe reads few lines. With the device table the words that are
+     * swapped lie in the device, and these mirror what the admission kernel changed. */
+    uint64_t states;
     uint64_t progress; /* u64[slots], dense so that a poll reads few lines */
     uint64_t requests; /* struct dp_request[slots] */
     uint64_t prompts;  /* i32[slots][prompt_stride / 4] */
@@ -38,6 +40,11 @@ struct dp_layout {
     uint64_t prompt_stride;
     uint64_t output_stride;
     uint64_t bytes;
+    /* With the device table only, else nothing lies there (gpu/ring.h). */
+    uint64_t mirrors;  /* u64[slots]: what the runtime's kernels changed */
+    uint64_t resident; /* struct dp_resident */
+    uint64_t rings;    /* struct dp_ring[listeners], each of ring_bytes */
+    uint64_t ring_bytes;
 };
 
 /* A word that one side sets often, alone on its cache line. */
@@ -58,7 +65,7 @@ struct dp_region_header {
     uint64_t attachment;
     struct dp_geometry geometry;
     struct dp_layout layout;
-    uint8_t pad[80];
+    uint8_t pad[48];
 
     struct dp_word heartbeat; /* the runtime's pulse: a thread of its own */
     struct dp_word step;      /* the engine's loop */
@@ -82,6 +89,7 @@ struct dp_region {
     uint8_t *base;
     struct dp_region_header *header;
     uint64_t *states;
+    uint64_t *mirrors; /* NULL: the host table */
     uint64_t *progress;
     struct dp_request *requests;
     struct dp_geometry geometry; /* a checked copy: the mapped one is never read again */

@@ -1,5 +1,6 @@
 /* The slot's state machine on the `host` table: the words lie in the region and every side does its
- * own compare-and-swap. Rules (contract 1):
+ * own compare-and-swap. What only reads words (poll, sleep, count) serves the `device` table too,
+ * whose words are swapped in the device and mirrored here. Rules (contract 1):
  *
  * - Every pair that the table does not list is illegal; a verb says so and changes nothing.
  * - Each field of a slot is written before the CAS that gives the slot away, none after.
@@ -85,6 +86,49 @@ static void wake_listener(struct dp_region *region, uint32_t owner) {
         ring(region->outputs[owner - 1]);
 }
 
+void dp_wake_runtime(struct dp_region *region) {
+    wake_runtime(region);
+}
+void dp_wake_listener(struct dp_region *region, uint32_t owner) {
+    wake_listener(region, owner);
+}
+
+/* Mirrors -------------------------------------------------------------------------------------- */
+
+/* In the order in which a slot goes through them under one generation. */
+static int rank_of(uint64_t word) {
+    return state_of(word) == DP_FREE ? DP_STATES : state_of(word);
+}
+
+/* Of a slot's two mirrors the one that says what happened later. Each is written by one side alone
+ * and under one generation only goes forward (gpu/ring.h); generations wrap. */
+static uint64_t later(uint64_t admitted, uint64_t ran) {
+    uint64_t mask = ~UINT64_C(0) >> DP_GENERATION_SHIFT;
+    uint64_t ahead = (generation_of(ran) - generation_of(admitted)) & mask;
+    if (ahead)
+        return ahead > mask / 2 ? admitted : ran;
+    return rank_of(ran) > rank_of(admitted) ? ran : admitted;
+}
+
+uint64_t dp_word_now(struct dp_region *region, uint32_t slot) {
+    uint64_t word = dp_load_relaxed(&region->states[slot]);
+    return region->mirrors ? later(word, dp_load_relaxed(&region->mirrors[slot])) : word;
+}
+
+void dp_copy_words(struct dp_region *region, uint64_t *to) {
+    for (uint32_t i = 0; i < region->geometry.slots; i++)
+        to[i] = dp_word_now(region, i);
+}
+
+int dp_is_working(struct dp_region *region) {
+    for (uint32_t i = 0; i < region->geometry.slots; i++) {
+        int state = state_of(dp_word_now(region, i));
+        if (state == DP_READY || state == DP_RUNNING || state == DP_CANCELLING)
+            return 1;
+    }
+    return 0;
+}
+
 /* Claim ---------------------------------------------------------------------------------------- */
 
 /* One slot: true when it is ours now, false when it was seen taken. */
@@ -109,7 +153,12 @@ static uint32_t count_free(const uint64_t *words, uint32_t count) {
 }
 
 uint32_t dp_count_free(struct dp_region *region, uint32_t first, uint32_t count) {
-    return count_free(region->states + first, count);
+    if (!region->mirrors)
+        return count_free(region->states + first, count);
+    uint32_t free_slots = 0;
+    for (uint32_t i = 0; i < count; i++)
+        free_slots += state_of(dp_word_now(region, first + i)) == DP_FREE;
+    return free_slots;
 }
 
 int dp_claim(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t count,
@@ -286,6 +335,11 @@ int dp_is_cancelled(struct dp_region *region, uint32_t slot, uint64_t generation
 
 static bool refresh(struct dp_region *region, struct dp_watch *watch) {
     uint64_t word = dp_load_acquire(&region->states[watch->slot]);
+    if (region->mirrors)
+        word = later(word, dp_load_acquire(&region->mirrors[watch->slot]));
+    /* What is watched was published; the device may not have been told yet. */
+    if (region->mirrors && state_of(word) == DP_WRITING)
+        word = word_of(generation_of(word), owner_of(word), DP_READY);
     if (generation_of(word) != watch->generation || state_of(word) >= DP_STATES) {
         watch->state = DP_STATES;
         return true;

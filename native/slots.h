@@ -48,7 +48,8 @@ enum dp_status {
     DP_FULL = -3,      /* every slot of the range was seen taken during the probe */
     DP_OVERFLOW = -4,  /* more ids than were declared, or more output than the request allows */
     DP_BAD_TOKEN = -5, /* an id outside the vocabulary; dp_writer says which */
-    DP_SHORT = -6      /* the body ended before its declared ids were there */
+    DP_SHORT = -6,     /* the body ended before its declared ids were there */
+    DP_UNANSWERED = -7 /* the device left a command unanswered; its table is given up */
 };
 
 /* Why an answer ended. ERROR never reaches the wire as a reason: it is a reset (code 2). */
@@ -93,6 +94,13 @@ int dp_next_state(int event, int state);
  * range) over `probes` slots, wrapping. DP_OK and *out, or DP_FULL. */
 int dp_claim(struct dp_region *region, uint32_t owner, uint32_t first, uint32_t count,
              uint32_t start, uint32_t probes, struct dp_claimed *out);
+
+/* A slot's word as this side may know it: on the device table the later of its two mirrors. */
+uint64_t dp_word_now(struct dp_region *region, uint32_t slot);
+/* The same of every slot, each at one moment, not all at the same. */
+void dp_copy_words(struct dp_region *region, uint64_t *to);
+/* 1 when a slot waits on the runtime: READY, RUNNING or CANCELLING. */
+int dp_is_working(struct dp_region *region);
 
 /* Slots of [first, first + count) that are FREE now. */
 uint32_t dp_count_free(struct dp_region *region, uint32_t first, uint32_t count);
@@ -151,6 +159,10 @@ void dp_listener_drain(struct dp_region *region, uint32_t owner);
  * there is something to do, 0 on time-out, -1 when cancel_fd (the attachment's socket) said the
  * daemon is gone. */
 int dp_runtime_wait(struct dp_region *region, int cancel_fd, int timeout_ms, uint32_t spin_us);
+
+/* The poster's half of the pair, for posters elsewhere: ring if the other side sleeps. */
+void dp_wake_runtime(struct dp_region *region);
+void dp_wake_listener(struct dp_region *region, uint32_t owner);
 
 int64_t dp_realtime_ns(void);
 

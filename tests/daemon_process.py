@@ -25,9 +25,11 @@ T = TypeVar("T")
 
 WITHIN_S = 20.0
 POLL_S = 0.02
+ENGINES: dict[str, tuple[str, ...]] = {"pump": (), "aioquic": ("--no-pump",)}
+"""What a daemon runs its packets on, and the flags that say so."""
 _MARK = "TEST_DAEMON_MARK"
 _READY = re.compile(
-    r"ready quic=127\.0\.0\.1:(\d+) admin=127\.0\.0\.1:(\d+) runtime=(\w+)"
+    r"ready quic=127\.0\.0\.1:(\d+) admin=127\.0\.0\.1:(\d+) runtime=([\w-]+)"
     r" slots=(\d+) context=(\d+) ca=(.+)"
 )
 
@@ -73,6 +75,12 @@ def _marked(mark: str) -> Iterator[int]:
             with contextlib.suppress(OSError):
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
                     yield int(entry.name)
+
+
+class Chosen:
+    """The engine of the daemons that are started now, where their arguments do not say."""
+
+    engine = "pump"
 
 
 class DaemonProcess:
@@ -209,10 +217,10 @@ def _maps_shared_files(pid: int) -> bool:
     return False
 
 
-def command(directory: Path, *arguments: str) -> list[str]:
+def command(directory: Path, *arguments: str, program: Path | None = None) -> list[str]:
     """Return the command that serves on free ports with its state in `directory`.
 
-    Arguments that are given take the place of these.
+    Arguments that are given take the place of these; `program` that of `dataplane`.
     """
     base = {
         "--listen": "localhost:0",
@@ -222,7 +230,8 @@ def command(directory: Path, *arguments: str) -> list[str]:
     }
     given = {argument.split("=", 1)[0] for argument in arguments}
     defaults = [f"{flag}={value}" for flag, value in base.items() if flag not in given]
-    return [sys.executable, "-m", "dataplane", "serve", *defaults, *arguments]
+    runs = ["-m", "dataplane"] if program is None else [str(program)]
+    return [sys.executable, *runs, "serve", *defaults, *arguments]
 
 
 def first_line(stream: IO[str], within: float) -> str:
@@ -240,14 +249,18 @@ def first_line(stream: IO[str], within: float) -> str:
 
 
 @contextlib.contextmanager
-def daemon_process(directory: Path, *arguments: str) -> Iterator[DaemonProcess]:
+def daemon_process(
+    directory: Path, *arguments: str, program: Path | None = None
+) -> Iterator[DaemonProcess]:
     """Serve in a process of its own; it has to end well and leave nothing behind."""
     mark = uuid.uuid4().hex
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("DATAPLANE_")
     }
     log = directory / f"stderr-{mark[:8]}.txt"
-    line = command(directory, *arguments)
+    if not {"--no-pump", "--busy-poll"} & set(arguments):
+        arguments += ENGINES[Chosen.engine]
+    line = command(directory, *arguments, program=program)
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             line,

@@ -40,11 +40,13 @@ def test_the_defaults_are_those_of_the_contract(tmp_path: Path, environ: dict[st
         cert=None,
         key=None,
         runtime="none",
+        bundle=None,
         slots=8,
         context=1024,
         max_output=512,
         vocab_size=49152,
         token_delay_ms=0.0,
+        admission="tick",
         body_timeout=5.0,
         idle_timeout=30.0,
         handshake_timeout=5.0,
@@ -57,9 +59,9 @@ def test_the_defaults_are_those_of_the_contract(tmp_path: Path, environ: dict[st
 
 
 def test_the_flags_are_those_of_the_contract() -> None:
-    flags = "config listen admin state-dir socket cert key runtime slots context max-output"
-    flags += " vocab-size token-delay-ms body-timeout idle-timeout handshake-timeout drain-timeout"
-    flags += " max-connections max-writing no-pump busy-poll"
+    flags = "config listen admin state-dir socket cert key runtime bundle slots context"
+    flags += " max-output vocab-size token-delay-ms admission body-timeout idle-timeout"
+    flags += " handshake-timeout drain-timeout max-connections max-writing no-pump busy-poll"
     assert [setting.flag for setting in SETTINGS] == [f"--{name}" for name in flags.split()]
 
 

@@ -17,11 +17,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dataplane import __version__
 from dataplane.config import (
     ADDRESS,
+    BY_NAME,
     PATH,
     Setting,
     add_flags,
@@ -41,8 +43,9 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 128 + signal.SIGINT
 
-_ECHO_FLAGS = ("socket", "slots", "context", "max_output", "vocab_size", "token_delay_ms")
-_MODEL_FLAGS = ("socket", "slots", "context", "max_output", "state_dir")
+_ECHO_FLAGS = ("socket", "bundle", "slots", "context", "max_output", "vocab_size", "token_delay_ms")
+_CUDA_FLAGS = ("socket", "bundle", "slots", "context", "max_output", "vocab_size", "admission")
+_MODEL_FLAGS = ("socket", "bundle", "slots", "context", "max_output", "state_dir")
 
 _MAX_OUTPUT = Setting("max_output", "N", integer(0, 2**32 - 1), "0", "most tokens to answer with")
 _CLIENT_SETTINGS = (
@@ -68,6 +71,12 @@ _PROFILE_SETTINGS = (
     Setting("connections", "C", integer(1, 1000), "1", "QUIC connections"),
     Setting("streams", "S", integer(1, 128), "32", "requests in flight on each"),
     *(setting for setting in _BENCH_SETTINGS if setting.name in ("prompt_tokens", "max_output")),
+)
+_BUNDLE = Setting("out", "DIR", PATH, None, "the bundle's directory, which is made")
+_BUNDLE_SETTINGS = (
+    *(BY_NAME[name] for name in ("slots", "context", "max_output")),
+    Setting("vocab_size", "N", integer(1, 2**31 - 1), None, "ids it knows", "the runtime's"),
+    Setting("kernels", "FILE", PATH, None, "a fatbin", "this installation's, or compiled by nvcc"),
 )
 
 
@@ -151,6 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(run, [_MAX_OUTPUT])
     _add_bench(commands)
     _add_profile(commands)
+    _add_bundle(commands)
+    doctor = _command(commands, "doctor", _doctor, "what this machine has, what it lacks, and why")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object and no more")
     model = commands.add_parser("model", help="the small model", allow_abbrev=False)
     _command(
         model.add_subparsers(metavar="COMMAND", required=True),
@@ -162,8 +174,12 @@ def _parser() -> argparse.ArgumentParser:
     runtimes = runtime.add_subparsers(metavar="RUNTIME", required=True)
     echo = _command(runtimes, "echo", _runtime_echo, "give each prompt back")
     add_flags(echo, _ECHO_FLAGS)
+    text = "give each prompt back, all in kernels on a CUDA device"
+    add_flags(_command(runtimes, "cuda-echo", _runtime_cuda_echo, text), _CUDA_FLAGS)
     smollm2 = _command(runtimes, "smollm2", _runtime_smollm2, "the small model on the CPU")
     add_flags(smollm2, _MODEL_FLAGS)
+    text = "the small model on PyTorch: on a GPU where there is one"
+    add_flags(_command(runtimes, "smollm2-torch", _runtime_smollm2_torch, text), _MODEL_FLAGS)
     return parser
 
 
@@ -230,6 +246,21 @@ def _add_profile(commands: "Commands") -> None:
     parser.add_argument("--protocol", choices=("raw", "h3"), default="raw")
     parser.add_argument("--runtime", choices=("null", "echo"), help="default: null")
     parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
+
+
+def _add_bundle(commands: "Commands") -> None:
+    bundle = commands.add_parser("bundle", help="a runtime, packed ahead", allow_abbrev=False)
+    of_bundle = bundle.add_subparsers(metavar="COMMAND", required=True)
+    text = "pack what a runtime needs, for `dataplane serve --bundle`"
+    build = _command(of_bundle, "build", _bundle_build, text)
+    build.add_argument("--runtime", metavar="NAME", required=True, help="which runtime")
+    build.add_argument(_BUNDLE.flag, metavar="DIR", required=True, help=_BUNDLE.help)
+    _add_settings(build, _BUNDLE_SETTINGS)
+    build.add_argument("--weights", action="store_true", help="copy the weights into the bundle")
+    build.add_argument("--force", action="store_true", help="replace a bundle that is there")
+    show = _command(of_bundle, "show", _bundle_show, "print what a bundle holds, and check it")
+    show.add_argument("dir", metavar="DIR")
+    show.add_argument("--json", action="store_true", help="print one JSON object and no more")
 
 
 def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) -> None:
@@ -345,6 +376,34 @@ def _profile(options: argparse.Namespace) -> int:
     )
 
 
+def _bundle_build(options: argparse.Namespace) -> int:
+    values = _values(options, _BUNDLE_SETTINGS)
+    out = _BUNDLE.parse_flag(options.out)
+    from dataplane.bundle import describe
+    from dataplane.pack import Order, build
+
+    order = Order(options.runtime, copy_weights=options.weights, **values)
+    print(describe(build(order, out, _say, force=options.force)))
+    return 0
+
+
+def _bundle_show(options: argparse.Namespace) -> int:
+    from dataplane import bundle
+
+    found = bundle.read(_BUNDLE.parse("DIR", options.dir, Path.cwd()))
+    print(bundle.to_json(found) if options.json else bundle.describe(found))
+    bundle.verify(found)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from dataplane import doctor
+
+    report = doctor.examine()
+    print(report.to_json() if options.json else report)
+    return 0 if report.can_run else 1
+
+
 def _model_install(options: argparse.Namespace) -> int:
     from dataplane.model import install
 
@@ -352,14 +411,21 @@ def _model_install(options: argparse.Namespace) -> int:
     return 0
 
 
-def _runtime_settings(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+def _runtime_settings(
+    options: argparse.Namespace, runtime: str, names: Sequence[str]
+) -> dict[str, Any]:
     if options.socket is None:
         raise UsageError("--socket is required: the Unix socket that the daemon's --socket names")
-    return with_defaults(flag_values(vars(options), names), names)
+    values = flag_values(vars(options), names)
+    if "bundle" in values:
+        from dataplane.bundle import take
+
+        values = take(values["bundle"], runtime, values)
+    return with_defaults(values, names)
 
 
 def _runtime_echo(options: argparse.Namespace) -> int:
-    values = _runtime_settings(options, _ECHO_FLAGS)
+    values = _runtime_settings(options, "echo", _ECHO_FLAGS)
     from dataplane.runtime.echo import main as echo
 
     return echo(
@@ -373,14 +439,50 @@ def _runtime_echo(options: argparse.Namespace) -> int:
     )
 
 
+def _runtime_cuda_echo(options: argparse.Namespace) -> int:
+    values = _runtime_settings(options, "cuda-echo", _CUDA_FLAGS)
+    from dataplane.runtime.cuda import KERNELS, CupyGpu
+    from dataplane.runtime.cuda_echo import main as cuda_echo
+
+    kernels = KERNELS
+    if values["bundle"] is not None:
+        from dataplane.bundle import read
+
+        kernels = read(values["bundle"]).kernels or kernels
+    return cuda_echo(
+        values["socket"],
+        values["slots"],
+        values["context"],
+        values["max_output"],
+        values["vocab_size"],
+        _say,
+        CupyGpu(kernels=kernels),
+        values["admission"],
+    )
+
+
 def _runtime_smollm2(options: argparse.Namespace) -> int:
-    values = _runtime_settings(options, _MODEL_FLAGS)
-    state_dir = values["state_dir"] or state_dir_of(None, os.environ)
-    from dataplane.identity import make_state_dir
     from dataplane.runtime.smollm2 import main as smollm2
 
+    return _run_model(options, "smollm2", smollm2)
+
+
+def _runtime_smollm2_torch(options: argparse.Namespace) -> int:
+    try:
+        from dataplane.runtime.smollm2_torch import main as smollm2_torch
+    except ImportError as error:
+        raise UsageError(f"{error}: pip install 'dataplane[smollm2,torch]'") from error
+
+    return _run_model(options, "smollm2-torch", smollm2_torch)
+
+
+def _run_model(options: argparse.Namespace, runtime: str, run: Callable[..., object]) -> int:
+    values = _runtime_settings(options, runtime, _MODEL_FLAGS)
+    state_dir = values["state_dir"] or state_dir_of(None, os.environ)
+    from dataplane.identity import make_state_dir
+
     make_state_dir(state_dir)
-    smollm2(
+    run(
         values["socket"],
         values["slots"],
         values["context"],

@@ -145,6 +145,10 @@ class Runtime:
             self.held[request.slot] = request
         return taken
 
+    def fileno(self) -> int:
+        """Return the connection to the daemon: readable once that is gone; -1 after `detach`."""
+        return int(lib.dp_attached_socket(self._native))
+
     def step(self) -> None:
         """Say that the engine made a step: a prefill chunk, a decode step, an idle pass."""
         lib.dp_step(self._native)

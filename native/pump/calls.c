@@ -173,6 +173,23 @@ int dp_pump_send(struct dp_pump *pump, uint64_t connection, uint64_t stream, con
     return taken ? 0 : -1;
 }
 
+void dp_pump_send_many(struct dp_pump *pump, const uint8_t *sendings, size_t size) {
+    struct dp_pump_sending sending;
+    dp_pump_lock(pump);
+    for (size_t at = 0; size - at >= sizeof sending;) {
+        memcpy(&sending, sendings + at, sizeof sending);
+        at += sizeof sending;
+        if (sending.size > size - at)
+            break;
+        struct dp_entry *entry = dp_pump_entry(pump, sending.connection);
+        struct dp_stream *on = entry ? dp_conn_stream(entry->conn, sending.stream) : NULL;
+        if (on)
+            dp_conn_send(entry->conn, on, sendings + at, sending.size, sending.fin != 0);
+        at += sending.size;
+    }
+    dp_pump_unlock(pump);
+}
+
 int64_t dp_pump_open(struct dp_pump *pump, uint64_t connection, int uni) {
     struct dp_entry *entry = enter(pump, connection);
     if (!entry)

@@ -55,6 +55,11 @@ struct dp_pump_event {
     uint64_t reserved;
 };
 
+struct dp_pump_sending {
+    uint64_t connection, stream;
+    uint32_t size, fin;
+};
+
 /* Who reads a connection's streams. */
 enum dp_front {
     DP_FRONT_EVENTS = 0, /* Python, by events */
@@ -110,6 +115,9 @@ int dp_pump_conn_stats(struct dp_pump *pump, uint64_t connection, struct dp_conn
 /* Streams. Data: 0, or -1 when the stream is reset, ended, not there, or there is no memory. */
 int dp_pump_send(struct dp_pump *pump, uint64_t connection, uint64_t stream, const uint8_t *bytes,
                  uint32_t size, int fin);
+/* Many of them at once: a struct dp_pump_sending and its bytes, unpadded, after the other. Those
+ * that cannot be are left out. */
+void dp_pump_send_many(struct dp_pump *pump, const uint8_t *sendings, size_t size);
 /* The id of a new stream, or -1. */
 int64_t dp_pump_open(struct dp_pump *pump, uint64_t connection, int uni);
 void dp_pump_reset(struct dp_pump *pump, uint64_t connection, uint64_t stream, uint64_t code);

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include <atomic>
+#include <string>
 
 #include "kernels.cu"
 
@@ -44,8 +45,8 @@ void *host_launch(const char *name, unsigned blocks, unsigned threads, const uin
     auto *launch = new Launch;
     uint64_t copy[4];
     memcpy(copy, arguments, sizeof copy);
-    launch->thread = std::thread([=] {
-        run(name, blocks, threads, copy);
+    launch->thread = std::thread([=, kernel = std::string(name)] {
+        run(kernel.c_str(), blocks, threads, copy);
         launch->done.store(true, std::memory_order_release);
     });
     return launch;

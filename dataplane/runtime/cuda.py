@@ -1,0 +1,349 @@
+"""A runtime whose slots live on a CUDA device: attach, register the region, admit on the device.
+
+This process owns the CUDA context; the daemon has none. The region that the daemon made is pinned
+and mapped into the device, so kernels read prompts where the daemon wrote them and write output
+where it reads it. The slots' words lie in device memory and only kernels swap them: the model's
+(`native/gpu/slots_device.cuh`) and the admission kernel (`native/gpu/admission.cu`), which a thread
+here runs in one of two ways:
+
+- *tick*: the doorbell rings, one small launch carries out what was posted, the thread sleeps again.
+- *persistent*: the kernel stays and looks at the rings itself, for a bounded number of looks; then
+  it is launched again, until nothing was posted for a while. It holds an SM and needs every other
+  kernel to have been loaded and every allocation made before.
+
+Everything is allocated and every kernel has run before `ready`. `Gpu` is what is needed of a
+device (`dataplane.runtime.cuda_device`); the tests run the same kernels on host threads behind it.
+
+An engine does, in its loop: `wait`, launch its own kernels with `device` as argument, `follow` or
+wait for them, `step`.
+"""
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, Literal
+
+from dataplane._native import ffi, lib
+from dataplane.errors import DetachedError
+from dataplane.manifest import Manifest
+from dataplane.runtime.api import Runtime
+from dataplane.runtime.api import attach as _attach
+from dataplane.runtime.cuda_device import (
+    KERNELS,
+    RESIDENT,
+    TICK,
+    TIMER,
+    CudaError,
+    CupyGpu,
+    Gpu,
+    Stream,
+)
+
+__all__ = [
+    "KERNELS", "MODES", "CudaError", "CudaRuntime", "CupyGpu", "Gpu", "Mode", "Stream", "attach",
+]  # fmt: skip
+
+Mode = Literal["tick", "persistent"]
+MODES: tuple[Mode, ...] = ("tick", "persistent")
+
+SPIN_US = 30
+"""How long the admission thread looks for commands before it sleeps on the doorbell."""
+_LOOK_MS = 250
+_COMMANDS_A_TICK = 4096
+_POLLS = 200_000  # of a resident kernel: some hundred ms
+_NAP_NS = 200
+_RESIDENT_IDLE_S = 1.0
+_ATTEND_US = 200
+_CLOCK_READS = 8
+_END_WITHIN_S = 2.0
+
+
+class CudaRuntime:
+    """An attachment whose slots live on a device; a context manager that detaches.
+
+    Attributes:
+        runtime: The attachment itself.
+        device: Where `struct dp_device` lies: the argument of every kernel that serves slots.
+        prompts, outputs: (slots, context) and (slots, max_output) int32 arrays of the device, over
+        the region itself.
+    """
+
+    def __init__(self, runtime: Runtime, gpu: Gpu, mode: Mode = "tick") -> None:
+        self.runtime = runtime
+        self.gpu = gpu
+        self.mode = mode
+        self._region = region = runtime.region
+        self._allocated: list[int] = []
+        self._work = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bell = _bell(region.native)
+        self._admission: _Admission | None = None
+        self._watchdog: _Watchdog | None = None
+        native, layout = region.native, region.native.layout
+        host = int(ffi.cast("uintptr_t", native.base))
+        self._host_address = host
+        self._mapped = gpu.map(host, region.bytes)
+        size = lib.dp_device_bytes(native)
+        self.device = self.allocate(size)
+        image = ffi.new("char[]", size)
+        lib.dp_device_image(native, self._mapped, self.device, image)
+        self._image = ffi.cast("struct dp_device *", image)
+        self._image_buffer = image
+        self._upload()
+        self.prompts = self._array(layout.prompts, layout.prompt_stride, region.context)
+        self.outputs = self._array(layout.outputs, layout.output_stride, region.max_output)
+
+    def _array(self, offset: int, stride: int, columns: int) -> Any:
+        shape = (self._region.slots, stride // 4)
+        return self.gpu.array(self._mapped + offset, shape, "int32", self._region)[:, :columns]
+
+    def _upload(self) -> None:
+        self.gpu.upload(self.device, bytes(ffi.buffer(self._image_buffer)))
+
+    def allocate(self, size: int) -> int:
+        """Return zeroed device memory that goes with this runtime; before `ready` only."""
+        address = self.gpu.allocate(size)
+        self._allocated.append(address)
+        return address
+
+    # From warm to ready to the end.
+
+    def ready(self) -> None:
+        """Run every kernel of admission once, start it, and tell the daemon."""
+        stream = self.gpu.stream()
+        self._set_clock(stream)
+        listeners = self._region.native.geometry.listeners
+        stream.launch(TICK, 1, listeners, self.device, 1)
+        stream.launch(RESIDENT, 1, listeners, self.device, 1, _NAP_NS)
+        stream.wait()
+        self._admission = _Admission(self, stream, listeners, self._work)
+        self._admission.start()
+        self._watchdog = _Watchdog(self.runtime)
+        self._watchdog.start()
+        self.runtime.ready()
+
+    def _set_clock(self, stream: Stream) -> None:
+        """Find how far the device's timer is from CLOCK_REALTIME: as of the quickest reading."""
+        place = self.allocate(8)
+        best = None
+        for _ in range(_CLOCK_READS):
+            start = time.time_ns()
+            stream.launch(TIMER, 1, 1, place)
+            stream.wait()
+            end = time.time_ns()
+            timer = int.from_bytes(self.gpu.download(place, 8), sys.byteorder, signed=True)
+            if best is None or end - start < best[0]:
+                best = (end - start, (start + end) // 2 - timer)
+        assert best is not None
+        self._image.clock_offset = best[1]
+        self._upload()
+
+    def detach(self) -> None:
+        """Leave, stop admission and give back what was allocated.
+
+        With a kernel that hangs, the process ends here: what the kernel uses cannot be given back.
+        """
+        self.runtime.detach()
+        ended = self._admission is None or self._admission.end()
+        if self._watchdog is not None:
+            if ended:
+                self._watchdog.ended.set()
+            self._watchdog.join()
+        self._admission = self._watchdog = None
+        for address in self._allocated:
+            self.gpu.free(address)
+        self._allocated.clear()
+        if self._mapped:
+            self.gpu.unmap(self._host_address)
+            self._mapped = 0
+        if self._work >= 0:
+            os.close(self._work)
+            self._work = -1
+
+    def __enter__(self) -> "CudaRuntime":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    # The engine's loop.
+
+    def is_working(self) -> bool:
+        """Whether a slot waits on the model: READY, RUNNING or CANCELLING."""
+        return bool(lib.dp_is_working(self._region.native))
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until there is work for the model's kernels.
+
+        Returns:
+            Whether there is.
+
+        Raises:
+            DetachedError: The daemon is gone, or dropped this runtime.
+            CudaError: The admission kernel failed.
+        """
+        admission = self._admission
+        if admission is not None and admission.error is not None:
+            raise admission.error
+        daemon = self.runtime.fileno()
+        found = select.poll()
+        found.register(self._work, select.POLLIN)
+        if daemon >= 0:
+            found.register(daemon, select.POLLIN)
+        ready = dict(found.poll(0 if self.is_working() else timeout * 1000))
+        if daemon < 0 or daemon in ready:
+            raise DetachedError("the daemon ended the attachment")
+        if self._work in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._work)
+        return self.is_working()
+
+    def follow(self, stream: Stream) -> None:
+        """Wait for a stream's kernels, and ring listeners meanwhile for what they emit."""
+        while not stream.is_done():
+            lib.dp_bell_attend(self._bell, -1, _ATTEND_US)
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake the listeners that sleep and have something new to read."""
+        lib.dp_bell_ring(self._bell, -1)
+
+    def step(self) -> None:
+        """Say that the engine made a step."""
+        self.runtime.step()
+
+
+class _Admission(threading.Thread):
+    """Runs the admission kernel for what listeners post; no other thread of this process does.
+
+    A thread of its own: a step of the model may take longer than a claim may wait.
+    """
+
+    def __init__(self, owner: CudaRuntime, stream: Stream, listeners: int, work: int) -> None:
+        super().__init__(name="admission", daemon=True)
+        self.error: Exception | None = None
+        self._runtime = owner.runtime
+        self._native = owner.runtime.region.native
+        self._device = owner.device
+        self._persistent = owner.mode == "persistent"
+        self._stream = stream
+        self._listeners = listeners
+        self._work = work
+        self._bell = _bell(self._native)
+        self._ending = threading.Event()
+
+    def run(self) -> None:
+        try:
+            lib.dp_device_stop(self._native, 0)
+            while not self._ending.is_set():
+                found = lib.dp_device_wait(self._native, self._runtime.fileno(), _LOOK_MS, SPIN_US)
+                if found < 0:
+                    break
+                if found and self._persistent:
+                    self._stay()
+                elif found:
+                    self._tick()
+        except Exception as error:
+            self.error = error
+            print(f"dataplane: admission on the device failed: {error}", file=sys.stderr)
+
+    def _tick(self) -> None:
+        self._stream.launch(TICK, 1, self._listeners, self._device, _COMMANDS_A_TICK)
+        self._stream.wait()
+        lib.dp_bell_ring(self._bell, self._work)
+
+    def _stay(self) -> None:
+        """Keep a kernel resident until nothing was posted for a while."""
+        idle_since = time.monotonic()
+        while not self._ending.is_set() and time.monotonic() - idle_since < _RESIDENT_IDLE_S:
+            self._stream.launch(RESIDENT, 1, self._listeners, self._device, _POLLS, _NAP_NS)
+            while not self._stream.is_done():
+                if lib.dp_bell_attend(self._bell, self._work, _ATTEND_US):
+                    idle_since = time.monotonic()
+                if self._ending.is_set():
+                    lib.dp_device_stop(self._native, 1)
+            lib.dp_bell_ring(self._bell, self._work)
+
+    def end(self) -> bool:
+        """Have it end; False when a kernel hangs."""
+        self._ending.set()
+        lib.dp_device_stop(self._native, 1)
+        self.join(_END_WITHIN_S)
+        return not self.is_alive()
+
+
+class _Watchdog(threading.Thread):
+    """Ends the process when the daemon is gone and a kernel does not come back.
+
+    Whoever waits for a stuck kernel waits in CUDA, and only the end of the process ends that.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self.ended = threading.Event()
+        self._runtime = runtime
+
+    def run(self) -> None:
+        while not self.ended.is_set() and not self._is_over():
+            pass
+        if not self.ended.wait(_END_WITHIN_S + 1):
+            print(
+                "dataplane: a kernel hangs on the device; this process ends", file=sys.stderr,
+                flush=True,
+            )  # fmt: skip
+            os._exit(1)
+
+    def _is_over(self) -> bool:
+        """Whether the daemon ended the attachment, or this process does; waits a little for it."""
+        fd = self._runtime.fileno()
+        if fd < 0:
+            return True
+        found = select.poll()
+        found.register(fd, select.POLLIN)
+        return bool(found.poll(_LOOK_MS))  # one that was closed meanwhile is found too
+
+
+def _bell(native: Any) -> Any:
+    bell = lib.dp_bell_new(native)
+    if bell == ffi.NULL:
+        raise MemoryError("no memory for the bell of a device")
+    return ffi.gc(bell, lib.dp_bell_free)
+
+
+def attach(
+    socket_path: str | os.PathLike[str],
+    manifest: Manifest,
+    tokenizer: str | os.PathLike[str] | None = None,
+    gpu: Gpu | None = None,
+    mode: Mode = "tick",
+) -> CudaRuntime:
+    """Attach to the daemon and put the slots on a device.
+
+    Args:
+        socket_path: The daemon's `--socket`.
+        manifest: Its `table` must be `device`.
+        tokenizer: A tokenizer.json to hand over, or None.
+        gpu: The device; the first one that CUDA sees by default.
+        mode: How the admission kernel runs.
+
+    Raises:
+        CudaError: The device cannot be used.
+        AttachError: The daemon and this runtime did not come together.
+    """
+    if manifest.table != "device":
+        raise ValueError('a manifest of a CUDA runtime says "table": "device"')
+    gpu = gpu or CupyGpu()
+    runtime = _attach(socket_path, manifest, tokenizer)
+    try:
+        return CudaRuntime(runtime, gpu, mode)
+    except BaseException:
+        runtime.detach()
+        raise

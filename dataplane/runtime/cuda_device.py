@@ -1,0 +1,227 @@
+"""A device as a CUDA runtime needs it, and the real one, through CuPy.
+
+Every error of CUDA is turned into one that names the remedy. CuPy is imported when a device is
+opened, not before: nothing else of this package needs it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from dataplane._native import ffi
+from dataplane.errors import DataplaneError
+
+KERNELS = Path(__file__).resolve().parent.parent / "kernels.fatbin"
+"""Built ahead by `make kernels`."""
+
+TICK, RESIDENT, TIMER = "dp_admission_tick", "dp_admission_resident", "dp_read_timer"
+
+
+class CudaError(DataplaneError):
+    """CUDA cannot do what was asked; the text says what to change."""
+
+
+class Stream(Protocol):
+    """Kernels in order, beside those of other streams."""
+
+    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+        """Launch; the first argument (and a second one over 32 bits) is an address."""
+
+    def is_done(self) -> bool: ...
+    def wait(self) -> None: ...
+
+
+class Gpu(Protocol):
+    """What a runtime needs of a device. Addresses are the device's unless said otherwise."""
+
+    def map(self, host_address: int, size: int) -> int:
+        """Pin host memory and return where the device sees it."""
+
+    def unmap(self, host_address: int) -> None: ...
+    def allocate(self, size: int) -> int:
+        """Return zeroed device memory."""
+
+    def free(self, address: int) -> None: ...
+    def upload(self, address: int, data: bytes) -> None: ...
+    def download(self, address: int, size: int) -> bytes: ...
+    def stream(self) -> Stream: ...
+    def array(self, address: int, shape: tuple[int, ...], kind: str, owner: object) -> Any:
+        """Return an array over memory of the device, which keeps `owner`."""
+
+    def free_memory(self) -> int: ...
+
+
+# CUDA, through CuPy.
+
+_ADVICE = {
+    2: "the device has too little free memory: end what else runs on it (`nvidia-smi`), or ask for"
+    " fewer slots or a smaller context",
+    35: "the NVIDIA driver is missing, or older than this CuPy needs: install one (`nvidia-smi`"
+    " must work), or the CuPy of an older CUDA (dataplane[cuda12])",
+    100: "there is no CUDA device: `nvidia-smi -L` must list one, and CUDA_VISIBLE_DEVICES name it",
+    101: "there is no such device: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES",
+    218: "the driver cannot use the kernels' PTX: update it, or rebuild with `make kernels`",
+    222: "the driver is older than the kernels' PTX, and no machine code for this device is with"
+    " them: update it, or rebuild with `make kernels` on this machine's CUDA",
+    209: "the kernels were not built for this device: rebuild with `make kernels`",
+    300: "the kernels cannot be read: build them with `make kernels`",
+    301: "the kernels are not there: build them with `make kernels`",
+    304: "the system refused: see `ulimit -l` (locked memory) and the container's limits",
+    700: "a kernel touched memory that is not its own; this process cannot use the device any more",
+    702: "a kernel took too long and was ended; this process cannot use the device any more",
+    719: "a kernel failed; this process cannot use the device any more",
+    801: "the device or driver does not support it",
+}
+_REGISTER_ADVICE = (
+    "the region of {mib} MiB cannot be pinned: raise the limit of locked memory (`ulimit -l`, in a"
+    " container --ulimit memlock=-1), or ask for fewer slots or a smaller context"
+)
+
+
+@contextlib.contextmanager
+def _explained(doing: str, advice: str | None = None) -> Iterator[None]:
+    """Turn what CuPy raises (it has a `status`) into words."""
+    try:
+        yield
+    except Exception as error:
+        status = getattr(error, "status", None)
+        if isinstance(error, MemoryError):  # cupy.cuda.memory.OutOfMemoryError is one
+            status = 2
+        if status is None:
+            raise
+        told = advice if advice and status in (1, 2, 304, 801) else _ADVICE.get(status)
+        raise CudaError(f"{doing}: {told or 'see what CUDA says'} ({error})") from error
+
+
+class CupyGpu:
+    """A CUDA device, of those that CUDA_VISIBLE_DEVICES leaves.
+
+    Raises:
+        CudaError: There is no CuPy, driver, device or kernel image that fits; the text says which.
+    """
+
+    def __init__(self, number: int = 0, kernels: Path = KERNELS) -> None:
+        # Kernels that load lazily would have a resident one wait for itself.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        try:
+            import cupy
+        except ImportError as error:
+            raise CudaError(
+                "CuPy is not installed: pip install 'dataplane[cuda13]', or [cuda12] for an older"
+                f" driver ({error})"
+            ) from error
+        self._cupy = cupy
+        self._cuda = cupy.cuda.runtime
+        with _explained("the CUDA device cannot be used"):
+            count = self._cuda.getDeviceCount()
+            if number >= count:
+                raise CudaError(f"there is no CUDA device {number}: CUDA sees {count}")
+            self._cuda.setDevice(number)
+            self._cuda.free(0)  # makes the context, so that later errors are about what was asked
+            properties = self._cuda.getDeviceProperties(number)
+        self.number = number
+        self.name: str = properties["name"].decode()
+        self.capability = (int(properties["major"]), int(properties["minor"]))
+        if not kernels.exists():
+            raise CudaError(f"the kernels are not at {kernels}: build them with `make kernels`")
+        architecture = "sm_{}{}".format(*self.capability)
+        with _explained(f"the kernels do not load on {self.name} ({architecture})"):
+            self._module = cupy.RawModule(path=str(kernels))
+            self._kernels = {
+                name: self._module.get_function(name) for name in (TICK, RESIDENT, TIMER)
+            }
+
+    def attribute(self, number: int) -> int:
+        """Return a `cudaDeviceAttr` of the device."""
+        with _explained(f"asking for attribute {number}"):
+            return int(self._cuda.deviceGetAttribute(number, self.number))
+
+    def kernel(self, name: str) -> Any:
+        """Return a kernel of the image."""
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            with _explained(f"the kernel {name} does not load"):
+                kernel = self._kernels[name] = self._module.get_function(name)
+        return kernel
+
+    def map(self, host_address: int, size: int) -> int:
+        with _explained("registering the region", _REGISTER_ADVICE.format(mib=size >> 20)):
+            # Portable and mapped.
+            self._cuda.hostRegister(host_address, size, 3)
+        attributes = self._cuda.pointerGetAttributes(host_address)
+        return int(attributes.devicePointer)
+
+    def unmap(self, host_address: int) -> None:
+        with contextlib.suppress(Exception):
+            self._cuda.hostUnregister(host_address)
+
+    def allocate(self, size: int) -> int:
+        with _explained(
+            f"allocating {size} bytes on {self.name}, {self.free_memory() >> 20} MiB free"
+        ):
+            address = int(self._cuda.malloc(size))
+            self._cuda.memset(address, 0, size)
+        return address
+
+    def free(self, address: int) -> None:
+        with contextlib.suppress(Exception):
+            self._cuda.free(address)
+
+    def upload(self, address: int, data: bytes) -> None:
+        source = ffi.from_buffer(data)
+        with _explained("copying to the device"):
+            self._cuda.memcpy(address, int(ffi.cast("uintptr_t", source)), len(data), 1)
+
+    def download(self, address: int, size: int) -> bytes:
+        target = ffi.new("char[]", size)
+        with _explained("copying from the device"):
+            self._cuda.memcpy(int(ffi.cast("uintptr_t", target)), address, size, 2)
+        return bytes(ffi.buffer(target))
+
+    def stream(self) -> Stream:
+        with _explained("making a stream"):
+            return _CupyStream(self, self._cupy.cuda.Stream(non_blocking=True))
+
+    def array(self, address: int, shape: tuple[int, ...], kind: str, owner: object) -> Any:
+        cupy = self._cupy
+        size = 4
+        for extent in shape:
+            size *= extent
+        memory = cupy.cuda.UnownedMemory(address, size, owner, self.number)
+        return cupy.ndarray(shape, kind, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    def free_memory(self) -> int:
+        with _explained("asking for the free memory"):
+            return int(self._cuda.memGetInfo()[0])
+
+
+class _CupyStream:
+    def __init__(self, gpu: CupyGpu, stream: Any) -> None:
+        import numpy as np
+
+        self._gpu = gpu
+        self._stream = stream
+        self._address, self._number = np.uint64, np.uint32
+        self._bound: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+        # The same few launches again and again: what CuPy wants is made once.
+        bound = self._bound.get((kernel, arguments))
+        if bound is None:
+            values = tuple(
+                self._address(value) if position == 0 or value >= 2**32 else self._number(value)
+                for position, value in enumerate(arguments)
+            )
+            bound = self._bound[kernel, arguments] = (self._gpu.kernel(kernel), values)
+        with _explained(f"launching {kernel}"), self._stream:
+            bound[0]((blocks,), (threads,), bound[1])
+
+    def is_done(self) -> bool:
+        with _explained("a kernel on the device"):
+            return bool(self._stream.done)
+
+    def wait(self) -> None:
+        with _explained("a kernel on the device"):
+            self._stream.synchronize()

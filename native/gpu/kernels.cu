@@ -1,0 +1,3 @@
+/* All kernels in one image. */
+#include "admission.cu"
+#include "echo.cu"

@@ -1,0 +1,193 @@
+"""A `Gpu` of host threads: `dataplane.runtime.cuda` and the kernels run as they are, without CUDA.
+
+Run as a program it is a `cuda-echo` runtime: `host_gpu.py LIBRARY SOCKET SLOTS CONTEXT MAX_OUTPUT
+MODE [stuck | slow]`; `stuck` stops answering commands once SIGUSR1 comes, as a hung kernel would.
+"""
+
+import ctypes
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataplane._native import ffi, lib
+from dataplane.region import Region
+from dataplane.runtime.cuda import Stream
+
+BUILD_NEEDS = "c++"
+_NUMBERS = ctypes.c_uint64 * 4
+
+
+class Library:
+    """`gpu_host.cpp`, built by `gpu_programs.build_library`."""
+
+    def __init__(self, path: Path) -> None:
+        self.native = native = ctypes.CDLL(str(path))
+        native.host_launch.restype = ctypes.c_void_p
+        native.host_launch.argtypes = [
+            ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(ctypes.c_uint64),
+        ]  # fmt: skip
+        native.host_done.argtypes = native.host_wait.argtypes = [ctypes.c_void_p]
+        native.host_echo_job_bytes.restype = ctypes.c_size_t
+        slot = [ctypes.c_uint64, ctypes.c_uint32]
+        native.host_take.argtypes = [*slot, ctypes.POINTER(ctypes.c_uint64)]
+        native.host_emit.argtypes = [
+            *slot, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int32), ctypes.c_uint32,
+        ]  # fmt: skip
+        native.host_is_cancelled.argtypes = [*slot, ctypes.c_uint64]
+        native.host_finish.argtypes = [*slot, ctypes.c_uint64, ctypes.c_uint32]
+
+
+class HostStream:
+    """Launches that run one after the other, beside their caller."""
+
+    def __init__(self, gpu: "HostGpu") -> None:
+        self._gpu = gpu
+        self._native = gpu.library.native
+        self._running: int | None = None
+
+    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+        assert self._native.host_knows(kernel.encode()), kernel
+        self.wait()
+        self._gpu.launches.append(kernel)
+        if self._gpu.stuck.is_set():
+            return
+        # The threads of a block are real here.
+        if kernel == "dp_echo":
+            blocks, threads = 1, 2
+        numbers = _NUMBERS(*arguments)
+        self._running = self._native.host_launch(kernel.encode(), blocks, threads, numbers)
+
+    def is_done(self) -> bool:
+        if self._running is not None and self._native.host_done(self._running):
+            self.wait()
+        return self._running is None and not self._gpu.stuck.is_set()
+
+    def wait(self) -> None:
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._native.host_wait(running)
+        while self._gpu.stuck.is_set():
+            self._gpu.stuck_for_good.wait(0.05)
+
+
+class HostGpu:
+    """Host memory is the device's.
+
+    Attributes:
+        launches: Names of the kernels that were launched.
+        stuck: While set, no kernel ends.
+        allocated: Bytes by address.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.launches: list[str] = []
+        self.stuck = threading.Event()
+        self.stuck_for_good = threading.Event()
+        self.mapped: dict[int, int] = {}
+        self.allocated: dict[int, Any] = {}
+
+    def map(self, host_address: int, size: int) -> int:
+        self.mapped[host_address] = size
+        return host_address
+
+    def unmap(self, host_address: int) -> None:
+        del self.mapped[host_address]
+
+    def allocate(self, size: int) -> int:
+        buffer = ctypes.create_string_buffer(size + 64)
+        address = (ctypes.addressof(buffer) + 63) & ~63
+        self.allocated[address] = buffer
+        return address
+
+    def free(self, address: int) -> None:
+        del self.allocated[address]
+
+    def upload(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def download(self, address: int, size: int) -> bytes:
+        return ctypes.string_at(address, size)
+
+    def stream(self) -> Stream:
+        return HostStream(self)
+
+    def array(self, address: int, shape: tuple[int, ...], kind: str, owner: object) -> Any:
+        count = int(np.prod(shape))
+        buffer = (ctypes.c_uint8 * (count * np.dtype(kind).itemsize)).from_address(address)
+        self._owner = owner
+        return np.ctypeslib.as_array(buffer).view(kind).reshape(shape)
+
+    def free_memory(self) -> int:
+        return 1 << 30
+
+
+class HostDevice:
+    """The device's side of a region, verb by verb: for tests that play the runtime themselves."""
+
+    def __init__(self, library: Library, region: Region) -> None:
+        self.native = library.native
+        self.region = region
+        self.gpu = HostGpu(library)
+        native = region.native
+        size = lib.dp_device_bytes(native)
+        self.address = self.gpu.allocate(size)
+        image = ffi.new("char[]", size)
+        base = int(ffi.cast("uintptr_t", native.base))
+        lib.dp_device_image(native, base, self.address, image)
+        self.gpu.upload(self.address, bytes(ffi.buffer(image)))
+        self._stream = self.gpu.stream()
+
+    def tick(self) -> None:
+        """Carry out what is posted."""
+        listeners = self.region.native.geometry.listeners
+        self._stream.launch("dp_admission_tick", 1, listeners, self.address, 4096)
+        self._stream.wait()
+
+    def word(self, slot: int) -> tuple[int, int, int]:
+        """Return the device's own word as (state, owner, generation)."""
+        words = self.address + lib.dp_device_bytes(self.region.native) - self.region.slots * 8
+        word = ctypes.c_uint64.from_address(words + slot * 8).value
+        return word & 0xFF, word >> 8 & 0xFFFF, word >> 24
+
+    def take(self, slot: int) -> tuple[int, int]:
+        """Take: the new state or a status, and the generation."""
+        generation = ctypes.c_uint64()
+        status = self.native.host_take(self.address, slot, ctypes.byref(generation))
+        return status, generation.value
+
+    def emit(self, slot: int, generation: int, ids: list[int]) -> int:
+        array = (ctypes.c_int32 * len(ids))(*ids)
+        return int(self.native.host_emit(self.address, slot, generation, array, len(ids)))
+
+    def is_cancelled(self, slot: int, generation: int) -> bool:
+        return bool(self.native.host_is_cancelled(self.address, slot, generation))
+
+    def finish(self, slot: int, generation: int, reason: int) -> int:
+        return int(self.native.host_finish(self.address, slot, generation, reason))
+
+
+def main(arguments: list[str]) -> int:
+    from dataplane.errors import DataplaneError
+    from dataplane.runtime.cuda_echo import main as cuda_echo
+
+    library, socket, slots, context, max_output, mode, *rest = arguments
+    gpu = HostGpu(Library(Path(library)))
+    if rest == ["stuck"]:
+        signal.signal(signal.SIGUSR1, lambda number, frame: gpu.stuck.set())
+    try:
+        return cuda_echo(
+            socket, int(slots), int(context), int(max_output), 50_000,
+            lambda text: print(text, flush=True), gpu=gpu, mode=mode,  # type: ignore[arg-type]
+        )  # fmt: skip
+    except DataplaneError as error:
+        print(f"host_gpu: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,254 @@
+"""`dataplane.runtime.cuda` on a CuPy that is none: what it asks of CUDA, and what it says when CUDA
+refuses. Each error has to name the remedy."""
+
+import contextlib
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import StartDaemon
+from daemon_process import wait_until
+from host_gpu import HostGpu
+
+from dataplane.manifest import Manifest
+from dataplane.runtime import cuda
+
+DEVICE = Manifest(
+    model="test", table="device", slots=2, context=64, max_output=16, vocab_size=50_000
+)
+
+
+class CudaFailureError(Exception):
+    """As CuPy's: with a status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"cudaError {status}")
+        self.status = status
+
+
+class Fake:
+    """A CuPy that keeps what it was asked, and fails where a test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.failures: dict[str, int] = {}
+        self.devices = 1
+        self.launched: list[tuple[str, Any, Any, tuple[Any, ...]]] = []
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [arguments for called, arguments in self.calls if called == name]
+
+    def answer(self, name: str, value: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, arguments))
+            if name in self.failures:
+                raise CudaFailureError(self.failures[name])
+            return value
+
+        return call
+
+    def runtime(self) -> types.SimpleNamespace:
+        answers = {
+            "getDeviceCount": self.devices,
+            "setDevice": None,
+            "free": None,
+            "getDeviceProperties": {"name": b"Fake H100", "major": 9, "minor": 0},
+            "hostRegister": None,
+            "hostUnregister": None,
+            "pointerGetAttributes": types.SimpleNamespace(devicePointer=0x7000_0000_0000),
+            "malloc": 0x5000_0000_0000,
+            "memset": None,
+            "memcpy": None,
+            "memGetInfo": (3 << 20, 80 << 30),
+            "deviceGetAttribute": 1,
+        }
+        return types.SimpleNamespace(
+            **{name: self.answer(name, value) for name, value in answers.items()}
+        )
+
+    def kernel(self, name: str) -> Any:
+        def launch(grid: Any, block: Any, arguments: tuple[Any, ...]) -> None:
+            if "launch" in self.failures:
+                raise CudaFailureError(self.failures["launch"])
+            self.launched.append((name, grid, block, arguments))
+
+        return launch
+
+    def module(self, path: str) -> Any:
+        self.calls.append(("RawModule", (path,)))
+        if "RawModule" in self.failures:
+            raise CudaFailureError(self.failures["RawModule"])
+        return types.SimpleNamespace(get_function=self.kernel)
+
+    def stream(self, non_blocking: bool) -> Any:
+        assert non_blocking
+        stream = contextlib.nullcontext()
+        stream.done = True  # type: ignore[attr-defined]
+        stream.synchronize = self.answer("synchronize", None)  # type: ignore[attr-defined]
+        return stream
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    fake = Fake()
+    cupy: Any = types.ModuleType("cupy")
+    cupy.RawModule = fake.module
+    cupy.cuda = types.SimpleNamespace(runtime=fake.runtime(), Stream=fake.stream)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # so that it is put back afterwards
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    return fake
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    path = tmp_path / "kernels.fatbin"
+    path.write_bytes(b"")
+    return path
+
+
+def refused(make: Any) -> str:
+    with pytest.raises(cuda.CudaError) as caught:
+        make()
+    return str(caught.value)
+
+
+# No device.
+
+
+def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert "pip install 'dataplane[cuda13]'" in refused(cuda.CupyGpu)
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(35, "driver"), (100, "nvidia-smi -L"), (101, "CUDA_VISIBLE_DEVICES")]
+)
+def test_no_driver_and_no_device(fake: Fake, image: Path, status: int, remedy: str) -> None:
+    fake.failures["getDeviceCount"] = status
+    said = refused(lambda: cuda.CupyGpu(kernels=image))
+    assert remedy in said
+    assert f"cudaError {status}" in said
+
+
+def test_a_device_that_is_not_there(fake: Fake, image: Path) -> None:
+    assert "CUDA sees 1" in refused(lambda: cuda.CupyGpu(3, image))
+
+
+# Kernels.
+
+
+def test_kernels_that_were_not_built(fake: Fake, tmp_path: Path) -> None:
+    said = refused(lambda: cuda.CupyGpu(kernels=tmp_path / "none.fatbin"))
+    assert "make kernels" in said
+    assert "none.fatbin" in said
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(209, "not built for this device"), (218, "update it"), (222, "older")]
+)
+def test_kernels_that_do_not_load(fake: Fake, image: Path, status: int, remedy: str) -> None:
+    fake.failures["RawModule"] = status
+    said = refused(lambda: cuda.CupyGpu(kernels=image))
+    assert "Fake H100 (sm_90)" in said
+    assert remedy in said
+    assert "make kernels" in said
+
+
+def test_every_kernel_is_loaded_at_once(fake: Fake, image: Path) -> None:
+    cuda.CupyGpu(kernels=image)
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    assert fake.named("RawModule") == [(str(image),)]
+
+
+# Memory.
+
+
+def test_the_region_is_pinned_portable_and_mapped(fake: Fake, image: Path) -> None:
+    gpu = cuda.CupyGpu(kernels=image)
+    assert gpu.map(0x1000, 8192) == 0x7000_0000_0000
+    assert fake.named("hostRegister") == [(0x1000, 8192, 3)]
+    assert fake.named("pointerGetAttributes") == [(0x1000,)]
+
+
+@pytest.mark.parametrize("status", [1, 2, 304, 801])
+def test_a_registration_that_is_refused(fake: Fake, image: Path, status: int) -> None:
+    fake.failures["hostRegister"] = status
+    said = refused(lambda: cuda.CupyGpu(kernels=image).map(0x1000, 300 << 20))
+    assert "300 MiB" in said
+    assert "ulimit -l" in said
+    assert "memlock" in said
+
+
+def test_no_free_device_memory(fake: Fake, image: Path) -> None:
+    fake.failures["malloc"] = 2
+    said = refused(lambda: cuda.CupyGpu(kernels=image).allocate(1 << 30))
+    assert "3 MiB free" in said
+    assert "fewer slots" in said
+
+
+def test_allocated_memory_is_zeroed(fake: Fake, image: Path) -> None:
+    address = cuda.CupyGpu(kernels=image).allocate(640)
+    assert fake.named("memset") == [(address, 0, 640)]
+
+
+# Launches.
+
+
+def test_arguments_have_the_kernels_types(fake: Fake, image: Path) -> None:
+    stream = cuda.CupyGpu(kernels=image).stream()
+    stream.launch("dp_echo", 2, 128, 0x1000, 0x5000_0000_0000, 4096, 64)
+    ((name, grid, block, arguments),) = fake.launched
+    assert (name, grid, block) == ("dp_echo", (2,), (128,))
+    assert [type(value) for value in arguments] == [np.uint64, np.uint64, np.uint32, np.uint32]
+    assert [int(value) for value in arguments] == [0x1000, 0x5000_0000_0000, 4096, 64]
+
+
+@pytest.mark.parametrize(("status", "told"), [(700, "touched memory"), (719, "failed")])
+def test_a_kernel_that_fails(fake: Fake, image: Path, status: int, told: str) -> None:
+    stream = cuda.CupyGpu(kernels=image).stream()
+    fake.failures["synchronize"] = status
+    said = refused(stream.wait)
+    assert told in said
+    assert "cannot use the device any more" in said
+
+
+def test_an_error_that_nobody_knows_keeps_its_own_words(fake: Fake, image: Path) -> None:
+    stream = cuda.CupyGpu(kernels=image).stream()
+    fake.failures["launch"] = 999
+    assert "cudaError 999" in refused(lambda: stream.launch("dp_echo", 1, 1, 0x1000))
+
+
+def test_a_mistake_of_our_own_is_not_explained_away(fake: Fake, image: Path) -> None:
+    gpu = cuda.CupyGpu(kernels=image)
+    with pytest.raises(TypeError):
+        gpu.upload(0x1000, None)  # type: ignore[arg-type]
+
+
+# Attaching.
+
+
+def test_a_host_manifest_is_no_cuda_runtimes(tmp_path: Path) -> None:
+    manifest = Manifest(model="m", slots=1, context=8, max_output=8, vocab_size=9)
+    with pytest.raises(ValueError, match='"table": "device"'):
+        cuda.attach(tmp_path / "none.sock", manifest, gpu=HostGpu(None))  # type: ignore[arg-type]
+
+
+class NoRoom(HostGpu):
+    """A device that cannot pin the region."""
+
+    def map(self, host_address: int, size: int) -> int:
+        raise cuda.CudaError("the region cannot be pinned")
+
+
+def test_a_runtime_that_cannot_start_leaves_the_daemon_as_it_was(daemon: StartDaemon) -> None:
+    serving = daemon("--runtime=none")
+    for _ in range(2):
+        with pytest.raises(cuda.CudaError, match="cannot be pinned"):
+            cuda.attach(serving.socket, DEVICE, gpu=NoRoom(None))  # type: ignore[arg-type]
+        wait_until("it left", lambda: serving.stderr.count("closed the attachment") > 0)
+    assert serving.health()["status"] == "no runtime"

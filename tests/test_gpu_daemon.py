@@ -1,0 +1,202 @@
+"""A daemon and a runtime with the `device` table, end to end: `dataplane.runtime.cuda`, its
+`cuda-echo` and the kernels as they are, on host threads in a process of their own."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import gpu_programs
+import pytest
+from conftest import StartDaemon
+from daemon_process import DaemonProcess, first_line, run, wait_until
+
+from dataplane.client import Answer, ResetError, connect
+from dataplane.errors import ResetCode
+
+PROMPT = [40_000, 7, 0, 49_999]
+SLOTS, CONTEXT, MAX_OUTPUT = 3, 64, 16
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(gpu_programs.cxx()) is None, reason="no C++ compiler here"
+)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpu_programs.build_library(tmp_path_factory.mktemp("gpu"))
+
+
+@contextlib.contextmanager
+def echo_on_device(
+    daemon: DaemonProcess, library: Path, *rest: str, mode: str = "tick"
+) -> Iterator["subprocess.Popen[str]"]:
+    """Attach `cuda-echo` until the end of the block; the daemon serves meanwhile."""
+    program = Path(__file__).with_name("host_gpu.py")
+    numbers = [str(number) for number in (SLOTS, CONTEXT, MAX_OUTPUT)]
+    command = [sys.executable, str(program), str(library), str(daemon.socket), *numbers, mode]
+    process = subprocess.Popen(
+        [*command, *rest], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        try:
+            assert first_line(process.stdout, 20) == "cuda-echo is ready\n", process.stderr.read()
+            daemon.wait_for_status("ok")
+            yield process
+        finally:
+            process.kill()
+            process.wait(20)
+
+
+@pytest.fixture(params=["", "--no-pump"], ids=["pump", "aioquic"])
+def bare(request: pytest.FixtureRequest, daemon: StartDaemon) -> DaemonProcess:
+    return daemon("--runtime=none", *([request.param] if request.param else []))
+
+
+@pytest.mark.parametrize("mode", ["tick", "persistent"])
+def test_requests_go_through_the_device(bare: DaemonProcess, library: Path, mode: str) -> None:
+    async def ask() -> None:
+        async with connect(bare.address, bare.ca) as client:
+            for i in range(20):
+                prompt = [i, *PROMPT]
+                result = await (await client.submit(prompt)).result()
+                assert (result.status, result.token_ids) == (200, prompt)
+                assert result.finish_reason == "stop"
+                assert result.usage == {"prompt_tokens": 5, "output_tokens": 5}
+            many = [await client.submit(PROMPT, max_output=2) for _ in range(3)]
+            results = [await one.result() for one in many]
+            assert [r.token_ids for r in results] == [PROMPT[:2]] * 3
+            assert {r.finish_reason for r in results} == {"length"}
+
+    with echo_on_device(bare, library, mode=mode):
+        run(ask())
+        bare.wait_idle()
+        health = bare.health()
+        assert health["requests"]["200"] == 23
+        assert health["completed"] == 23
+
+
+def test_pickup_is_measured_by_the_devices_timer(bare: DaemonProcess, library: Path) -> None:
+    with echo_on_device(bare, library):
+        for _ in range(3):
+            run(_one(bare))
+        page = json.loads(bare.get("/health?latency99")[1])
+        assert page["pickup"]["p50"] < 2_000_000
+        assert page["count"] == 3
+        assert "dataplane_clock_negative_total 0" in bare.get("/metrics")[1]
+
+
+def test_bad_bodies_free_their_slots(bare: DaemonProcess, library: Path) -> None:
+    async def ask() -> list[int | None]:
+        async with connect(bare.address, bare.ca) as client:
+            bad = [await client.submit([1, 60_000]) for _ in range(SLOTS + 1)]
+            good = await (await client.submit(PROMPT)).result()
+            assert good.status == 200
+            return [answer.status for answer in bad]
+
+    with echo_on_device(bare, library):
+        assert run(ask()) == [400] * (SLOTS + 1)
+        bare.wait_idle()
+
+
+def test_a_stuck_device_gives_503_within_a_second(bare: DaemonProcess, library: Path) -> None:
+    async def ask() -> None:
+        async with connect(bare.address, bare.ca) as client:
+            assert (await (await client.submit(PROMPT)).result()).status == 200
+            os.kill(runtime.pid, signal.SIGUSR1)
+            await asyncio.sleep(0.3)
+            start = time.monotonic()
+            waiting = [asyncio.ensure_future(client.submit(PROMPT)) for _ in range(6)]
+            refused = await asyncio.gather(*waiting)
+            assert time.monotonic() - start < 1.2  # 0.9 s, and what six requests take here
+            assert {answer.status for answer in refused} == {503}
+            assert "does not answer" in refused[0].reason
+            later = await client.submit(PROMPT)
+            assert later.status == 503
+
+    with echo_on_device(bare, library, "stuck") as runtime:
+        run(ask())
+        bare.wait_for_status("no runtime")
+        assert "left a command unanswered" in bare.stderr
+        assert runtime.wait(20) == 1  # it saw that the daemon dropped it, and its kernel hangs
+        assert runtime.stderr is not None
+        assert "hangs" in runtime.stderr.read()
+    # The daemon goes on with the next one.
+    with echo_on_device(bare, library):
+        run(_one(bare))
+
+
+async def _one(daemon: DaemonProcess) -> None:
+    async with connect(daemon.address, daemon.ca) as client:
+        result = await (await client.submit(PROMPT)).result()
+        assert (result.status, result.token_ids) == (200, PROMPT)
+
+
+def test_a_runtime_that_is_killed_inside_a_kernel(bare: DaemonProcess, library: Path) -> None:
+    async def ask() -> None:
+        async with connect(bare.address, bare.ca) as client:
+            answer = await client.submit(PROMPT)
+            assert answer.status == 200
+            assert isinstance(answer, Answer)
+            result = asyncio.ensure_future(answer.result())
+            runtime.kill()
+            (ended,) = await asyncio.gather(result, return_exceptions=True)
+            if isinstance(ended, ResetError):
+                assert ended.code == ResetCode.RUNTIME_LOST
+            else:
+                assert getattr(ended, "token_ids", ended) == PROMPT  # it was faster
+            await asyncio.to_thread(bare.wait_for_status, "no runtime")
+            assert (await client.submit(PROMPT)).status == 503
+
+    with echo_on_device(bare, library) as runtime:
+        run(ask())
+    bare.wait_idle()
+
+
+def test_the_pages_show_the_devices_slots(bare: DaemonProcess, library: Path) -> None:
+    with echo_on_device(bare, library):
+        run(_one(bare))
+        bare.wait_idle()
+        rows = bare.slots()
+        assert [row["state"] for row in rows] == ["FREE"] * SLOTS
+        first = rows[0]["generation"]
+        assert sorted((row["generation"] - first) % 2**40 for row in rows)[-1] in (1, 2**40 - 1)
+
+
+def test_an_idle_device_runtime_sleeps(bare: DaemonProcess, library: Path) -> None:
+    def cpu_s(pid: int) -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    with echo_on_device(bare, library, mode="persistent") as runtime:
+        run(_one(bare))
+
+        # The resident kernel goes when nothing was posted for a while.
+        def is_idle() -> bool:
+            before = cpu_s(runtime.pid)
+            time.sleep(0.5)
+            return cpu_s(runtime.pid) - before < 0.1
+
+        wait_until("the runtime sleeps", is_idle)
+        run(_one(bare))
+
+
+def test_without_cuda_the_bundled_runtime_says_what_is_missing(tmp_path: Path) -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("there is a GPU here")
+    from daemon_process import command
+
+    line = command(tmp_path, "--runtime=cuda-echo")
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "pip install 'dataplane[cuda13]'" in done.stderr or "driver" in done.stderr
+    assert "cuda-echo ended with status 1 before it was ready" in done.stderr
