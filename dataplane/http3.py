@@ -155,7 +155,14 @@ _IGNORED: Final = _Uni()
 
 
 class Http3:
-    """One connection's HTTP/3, as server or as client."""
+    """One connection's HTTP/3, as server or as client.
+
+    Attributes:
+        closed: Whether it failed; nothing more is said of any stream.
+        buffered: Bytes that are held.
+        peer_settings: None until they came.
+        streams: The messages of which something came, and more may: to be read only.
+    """
 
     def __init__(self, is_client: bool, max_field_section: int = 16384) -> None:
         self.closed = False
@@ -163,7 +170,7 @@ class Http3:
         self.peer_settings: dict[int, int] | None = None
         self._is_client = is_client
         self._section_max = max_field_section
-        self._streams: dict[int, _Stream] = {}
+        self.streams: dict[int, _Stream] = {}
         self._unis: dict[int, _Uni] = {}
         self._opened: set[int] = set()
         self._heads: set[int] = set()
@@ -216,7 +223,7 @@ class Http3:
             if stream_id & 3:
                 self._receive_uni(stream_id, data, fin, sink)
                 return
-            streams = self._streams
+            streams = self.streams
             stream = streams.pop(stream_id, None) if fin else streams.get(stream_id)
             if stream is None:
                 stream = _Stream()
@@ -241,7 +248,7 @@ class Http3:
 
     def discard(self, stream_id: int) -> bool:
         """Nothing more that comes on this stream is wanted. False: nothing more was awaited."""
-        stream = self._streams.get(stream_id)
+        stream = self.streams.get(stream_id)
         if stream is None or stream is _DISCARDED:
             self._heads.discard(stream_id)
             return False
@@ -251,23 +258,23 @@ class Http3:
     def forget(self, stream_id: int) -> None:
         """Nothing more will be handed in of this stream. Not from within a call on the sink."""
         self._heads.discard(stream_id)
-        stream = self._streams.pop(stream_id, None)
+        stream = self.streams.pop(stream_id, None)
         if stream is not None:
             self.buffered -= len(stream.held)
 
     def awaits_header(self, stream_id: int) -> bool:
         """Whether something of a message came, and not its whole header."""
-        stream = self._streams.get(stream_id)
+        stream = self.streams.get(stream_id)
         return stream is not None and stream is not _DISCARDED and stream.state == _START
 
     def is_discarded(self, stream_id: int) -> bool:
         """Whether more may come on this stream, and is not wanted."""
-        return self._streams.get(stream_id) is _DISCARDED
+        return self.streams.get(stream_id) is _DISCARDED
 
     def reset(self, stream_id: int, sink: Sink) -> None:
         """The peer reset its side of the stream, so no FIN comes."""
         self._heads.discard(stream_id)
-        stream = self._streams.pop(stream_id, None)
+        stream = self.streams.pop(stream_id, None)
         if stream is not None:
             self.buffered -= len(stream.held)
         uni = self._unis.pop(stream_id, None)
@@ -280,7 +287,7 @@ class Http3:
     def _fail(self, error: ProtocolError, sink: Sink) -> None:
         self.closed = True
         self.buffered = 0
-        self._streams.clear()
+        self.streams.clear()
         self._unis.clear()
         sink.on_connection_error(error.code, error.reason)
 
@@ -288,7 +295,7 @@ class Http3:
         self.buffered -= len(stream.held)
         self._heads.discard(stream_id)
         if not fin:
-            self._streams[stream_id] = _DISCARDED
+            self.streams[stream_id] = _DISCARDED
 
     # Messages
 

@@ -63,13 +63,14 @@ class Latency:
     Attributes:
         negative: Differences that were dropped because the clock went back.
         now_s: The second that values are counted in; the owner moves it once a pass.
+        native: The C handle (`struct dp_latency *`).
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         native = lib.dp_latency_new(len(Series))
         if native == ffi.NULL:
             raise MemoryError("no memory for the latency histograms")
-        self._native = ffi.gc(native, lib.dp_latency_free)
+        self.native = ffi.gc(native, lib.dp_latency_free)
         self._others: list[Any] = []
         self._buffer = ffi.new("uint64_t[]", lib.DP_LATENCY_BUCKETS)
         self._counts = np.frombuffer(ffi.buffer(self._buffer), dtype=np.uint64)
@@ -93,7 +94,7 @@ class Latency:
             self.negative += 1
             return 0
         microseconds = min(difference_ns // 1000, MOST_US)
-        _record(self._native, series, microseconds, self.now_s)
+        _record(self.native, series, microseconds, self.now_s)
         return microseconds
 
     def record_pair_ns(self, series: int, first_ns: int, second_ns: int) -> int:
@@ -102,12 +103,12 @@ class Latency:
             self.record_ns(series, first_ns)
             return self.record_ns(series + 1, second_ns)
         microseconds = min(second_ns // 1000, MOST_US)
-        _record_pair(self._native, series, first_ns // 1000, microseconds, self.now_s)
+        _record_pair(self.native, series, first_ns // 1000, microseconds, self.now_s)
         return microseconds
 
     def _window(self, series: int, window_s: int, now_s: int) -> npt.NDArray[np.uint64]:
         """Return a window's counts up to the highest bucket in use; good until the next call."""
-        used = lib.dp_latency_window(self._native, series, window_s, now_s, self._buffer)
+        used = lib.dp_latency_window(self.native, series, window_s, now_s, self._buffer)
         counts = self._counts[:used]
         for other in self._others:
             before, own = counts.copy(), used
@@ -148,7 +149,7 @@ class Latency:
 
     def total(self, series: int) -> Total:
         """Return what a series counted since the start."""
-        within, sum_us = self._total(self._native, series)
+        within, sum_us = self._total(self.native, series)
         for other in self._others:
             more, more_us = self._total(other, series)
             within = [a + b for a, b in zip(within, more, strict=True)]

@@ -38,12 +38,15 @@ TAKEN = 0
 """`inject` took the packet (enum dp_taken_as); every other answer is a packet without effect."""
 
 # One take: what the events of a busy pass need, so that few events of data are cut.
-_TAKE_BYTES = 256 << 10
-_EVENT = struct.Struct("<IHHQQQqQ")
-_EVENT_BYTES: int = lib.DP_EVENT_BYTES
+TAKE_BYTES = 256 << 10
+EVENT = struct.Struct("<IHHQQQqQ")
+EVENT_BYTES: int = lib.DP_EVENT_BYTES
 # Host byte order for what the kernel has so, network order for the port.
 _PATH_HEAD = struct.Struct("=H2sI")
 _PATH_TAIL = struct.Struct("=I")
+_pack_sending = struct.Struct("=QQII").pack
+# Beyond it a copy costs more than a call.
+_LATER_MAX = 16 << 10
 _PROGRESS_MAX = 4096
 _new_tuple = tuple.__new__
 
@@ -101,7 +104,7 @@ class Pump:
         if native == ffi.NULL:
             raise MemoryError("no memory for the packet pump")
         self.native = ffi.gc(native, lib.dp_pump_free)
-        self._taken = ffi.new("uint8_t[]", _TAKE_BYTES)
+        self._taken = ffi.new("uint8_t[]", TAKE_BYTES)
         self._view = memoryview(ffi.buffer(self._taken))
         self._built = ffi.new("uint8_t[]", DATAGRAM_BYTES)
         self._built_view = ffi.buffer(self._built)
@@ -110,6 +113,7 @@ class Pump:
         self._streams = ffi.new("uint64_t[]", _PROGRESS_MAX)
         self._acked = ffi.new("uint64_t[]", _PROGRESS_MAX)
         self._stats = ffi.new("struct dp_conn_stats *")
+        self._later: list[bytes] = []
 
     # Events.
 
@@ -119,15 +123,19 @@ class Pump:
 
     def events(self) -> list[Event]:
         """Take what happened, a buffer's worth; nothing is left once it returns none."""
-        used: int = lib.dp_pump_take(self.native, self._taken, _TAKE_BYTES)
+        used: int = lib.dp_pump_take(self.native, self._taken, TAKE_BYTES)
         view, found, at = self._view, [], 0
         while at < used:
-            size, kind, flags, connection, stream, number, at_ns, _ = _EVENT.unpack_from(view, at)
-            at += _EVENT_BYTES
+            size, kind, flags, connection, stream, number, at_ns, _ = EVENT.unpack_from(view, at)
+            at += EVENT_BYTES
             body = view[at : at + size].tobytes() if size else b""
             at += (size + 7) & ~7
             found.append(_new_tuple(Event, (kind, flags, connection, stream, number, at_ns, body)))
         return found
+
+    def take(self, buffer: Any, room: int) -> int:
+        """Take what happened as C writes it, for a caller that has no time for `Event`s."""
+        return int(lib.dp_pump_take(self.native, buffer, room))
 
     # Connections.
 
@@ -147,6 +155,8 @@ class Pump:
         return int(lib.dp_pump_adopt(self.native, native, front, sock, now))
 
     def forget(self, connection: int) -> None:
+        if self._later:
+            self._send_now()
         lib.dp_pump_forget(self.native, connection)
 
     def route(self, cid: bytes, connection: int) -> None:
@@ -164,6 +174,8 @@ class Pump:
         self, connection: int, frames: bytes, token: int, elicits: bool, path: bytes | None = None
     ) -> bool:
         """Send frames of the control plane; False when they cannot be."""
+        if self._later:
+            self._send_now()
         return not lib.dp_pump_control(
             self.native, connection, frames, len(frames), token, elicits, path or ffi.NULL
         )
@@ -176,6 +188,8 @@ class Pump:
 
     def close(self, connection: int, frames: bytes) -> None:
         """Send CONNECTION_CLOSE and nothing more; without frames, be quiet (draining)."""
+        if self._later:
+            self._send_now()
         lib.dp_pump_close(self.native, connection, frames, len(frames))
 
     def ping(self, connection: int) -> None:
@@ -195,8 +209,27 @@ class Pump:
 
     # Streams.
 
+    def send_later(self, connection: int, stream: int, data: bytes, fin: bool) -> None:
+        """Append to a stream with the next call that needs to find it there, at the latest `flush`.
+
+        One call for all of a pass; what cannot be sent is left out.
+        """
+        if len(data) > _LATER_MAX:
+            self.send(connection, stream, data, fin)
+            return
+        later = self._later
+        later.append(_pack_sending(connection, stream, len(data), fin))
+        later.append(data)
+
+    def _send_now(self) -> None:
+        data = b"".join(self._later)
+        self._later.clear()
+        lib.dp_pump_send_many(self.native, data, len(data))
+
     def send(self, connection: int, stream: int, data: bytes, fin: bool) -> bool:
         """Append to a stream; False when it is reset, ended or not there."""
+        if self._later:
+            self._send_now()
         return not lib.dp_pump_send(self.native, connection, stream, data, len(data), fin)
 
     def open(self, connection: int, uni: bool = False) -> int:
@@ -204,22 +237,32 @@ class Pump:
         return int(lib.dp_pump_open(self.native, connection, uni))
 
     def reset(self, connection: int, stream: int, code: int) -> None:
+        if self._later:
+            self._send_now()
         lib.dp_pump_reset(self.native, connection, stream, code)
 
     def stop(self, connection: int, stream: int, code: int) -> None:
+        if self._later:
+            self._send_now()
         lib.dp_pump_stop(self.native, connection, stream, code)
 
     def is_waiting(self, connection: int, stream: int) -> bool | None:
         """Whether a stream waits for the peer to allow more streams; None: no such stream."""
+        if self._later:
+            self._send_now()
         answer = lib.dp_pump_is_waiting(self.native, connection, stream)
         return None if answer < 0 else bool(answer)
 
     def unacked(self, connection: int) -> int:
         """Return the bytes that wait for acknowledgement, sent or not."""
+        if self._later:
+            self._send_now()
         return int(lib.dp_pump_unacked(self.native, connection))
 
     def progress(self, connection: int) -> dict[int, int]:
         """Return up to where each stream that has such bytes is acknowledged."""
+        if self._later:
+            self._send_now()
         count = lib.dp_pump_progress(
             self.native, connection, self._streams, self._acked, _PROGRESS_MAX
         )
@@ -230,6 +273,8 @@ class Pump:
 
     def build(self, connection: int, now: int) -> tuple[bytes, bytes] | None:
         """Return the next datagram and its path; None: nothing may leave now."""
+        if self._later:
+            self._send_now()
         size = lib.dp_pump_build(self.native, connection, now, self._built, self._path)
         return (self._built_view[:size], self._path_view[:]) if size else None
 
@@ -260,6 +305,8 @@ class Pump:
 
     def stop_thread(self) -> None:
         """End the thread; sockets stay open."""
+        if self._later:
+            self._send_now()
         lib.dp_pump_halt(self.native)
 
     def thread(self) -> int:
@@ -272,6 +319,8 @@ class Pump:
 
     def flush(self) -> None:
         """Have all that is due sent."""
+        if self._later:
+            self._send_now()
         lib.dp_pump_flush(self.native)
 
     def loop_stats(self) -> Any:

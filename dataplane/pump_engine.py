@@ -16,7 +16,7 @@ from dataplane import prompt1, pump, refusals
 from dataplane._native import ffi, lib
 from dataplane.cores import give_core
 from dataplane.errors import Refusal, ResetCode
-from dataplane.pump import PATH_BYTES, Pump, Refused
+from dataplane.pump import PATH_BYTES, Event, Pump, Refused
 from dataplane.pumped import PumpedConnection
 from dataplane.region import Region
 
@@ -28,6 +28,7 @@ OWNER = 2
 """The raw front's number among a region's listeners; Python's own is 1."""
 LISTENERS = 2
 _CATCH_UP_MAX = 64  # buffers of events; others that flood in meanwhile are not waited for
+_EVENT_BYTES, _DATA, _CLOSED = pump.EVENT_BYTES, pump.DATA, pump.CLOSED
 _SLOW_READER = int(ResetCode.SLOW_READER)
 
 
@@ -58,6 +59,9 @@ class PumpEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._vocab_size = 0
         self._serves_raw = False
+        self._taken = ffi.new("uint8_t[]", pump.TAKE_BYTES)
+        self._view = memoryview(ffi.buffer(self._taken))
+        self._dispatching = False
 
     # Start and stop.
 
@@ -94,20 +98,57 @@ class PumpEngine:
 
     def dispatch(self, now: float) -> bool:
         """Act on what the pump has to tell; False when that was nothing."""
-        listener, by_handle = self._listener, self._by_handle
+        if self._dispatching:
+            # What one event led to has to be seen to before the next: the buffer is in use.
+            events = self.pump.events()
+            for event in events:
+                self._act(event, now)
+            return bool(events)
+        self._dispatching = True
+        try:
+            return self._dispatch_all(now)
+        finally:
+            self._dispatching = False
+
+    def _dispatch_all(self, now: float) -> bool:
+        """Go through a buffer of events; most are whole requests and streams that ended."""
+        taken, view, find = self._taken, self._view, self._by_handle.get
+        unpack, new = pump.EVENT.unpack_from, tuple.__new__
+        used = self.pump.take(taken, pump.TAKE_BYTES)
+        at = 0
+        while at < used:
+            size, kind, flags, handle, stream, number, at_ns, _ = unpack(view, at)
+            begin = at + _EVENT_BYTES
+            at = begin + (size + 7 & ~7)
+            connection = find(handle)
+            if connection is not None and not connection.unended and not connection.stopped:
+                if kind == _DATA:
+                    whole = connection.whole
+                    if flags and whole is not None:
+                        try:
+                            if whole(stream, taken, begin, size, at_ns):
+                                continue
+                        except Exception as error:
+                            connection.broken(error)
+                            continue
+                elif kind == _CLOSED:
+                    continue  # Nobody waits for it.
+            body = view[begin : begin + size].tobytes() if size else b""
+            self._act(new(Event, (kind, flags, handle, stream, number, at_ns, body)), now)
+        return used > 0
+
+    def _act(self, event: Event, now: float) -> None:
+        listener = self._listener
         assert listener is not None
-        events = self.pump.events()
-        for event in events:
-            connection = by_handle.get(event.connection)
-            if connection is not None:
-                connection.take(event, now)
-            elif event.kind == pump.DATAGRAM:
-                path, data = event.body[:PATH_BYTES], event.body[PATH_BYTES:]
-                at_ns = event.at_ns or time.time_ns()
-                listener.deliver(self._sockets[event.number], data, path, now, at_ns)
-            elif event.kind == pump.BROKEN:
-                listener.ingress.egress.on_broken(event.body.decode("utf-8", "replace"))
-        return bool(events)
+        connection = self._by_handle.get(event.connection)
+        if connection is not None:
+            connection.take(event, now)
+        elif event.kind == pump.DATAGRAM:
+            path, data = event.body[:PATH_BYTES], event.body[PATH_BYTES:]
+            at_ns = event.at_ns or time.time_ns()
+            listener.deliver(self._sockets[event.number], data, path, now, at_ns)
+        elif event.kind == pump.BROKEN:
+            listener.ingress.egress.on_broken(event.body.decode("utf-8", "replace"))
 
     def flush(self) -> int:
         """Have all sent; what the kernel did not take, the pump counts itself."""

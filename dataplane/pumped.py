@@ -5,6 +5,7 @@ pump's, which tells of them by events. The raw front's requests never come here,
 are refused in words.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from aioquic.quic.connection import QuicConnection
@@ -38,6 +39,8 @@ class PumpedConnection(Connection):
 
     Attributes:
         hand_over: Its passage to the pump.
+        unended: Streams that this side stopped, whose end has not been told yet.
+        whole: Serves a request that is all of a stream, where the front can (`Session.take_whole`).
     """
 
     __slots__ = (
@@ -47,8 +50,9 @@ class PumpedConnection(Connection):
         "_next_uni",
         "_own",
         "_pump",
-        "_unended",
         "hand_over",
+        "unended",
+        "whole",
     )
 
     def __init__(
@@ -61,7 +65,8 @@ class PumpedConnection(Connection):
         self._pump = engine.pump
         self.hand_over = HandOver(quic, engine.pump, engine.front_of, number)
         self._next_uni = _SERVERS_UNI
-        self._unended: set[int] = set()  # stopped streams whose end has not been told yet
+        self.unended: set[int] = set()
+        self.whole: Callable[[int, Any, int, int, int], bool] | None = None
 
     @property
     def writing(self) -> int:
@@ -112,11 +117,17 @@ class PumpedConnection(Connection):
         if self.hand_over.adopted:  # else it is being closed
             self._is_raw = self._engine.front_of(event.alpn_protocol or "") == events.FRONT_RAW
             super()._handshake_completed(event)
+            if not self.gone:
+                self.whole = getattr(self.extra, "take_whole", None)
+
+    def _leave(self) -> None:
+        self.whole = None
+        super()._leave()
 
     def _data(self, event: Event) -> None:
         stream_id, fin = event.stream, bool(event.flags)
         if fin:
-            self._unended.discard(stream_id)
+            self.unended.discard(stream_id)
         if stream_id in self.stopped:
             if fin:
                 self.stopped.discard(stream_id)
@@ -130,7 +141,7 @@ class PumpedConnection(Connection):
 
     def _ended_early(self, stream_id: int) -> None:
         self.stopped.discard(stream_id)
-        self._unended.discard(stream_id)
+        self.unended.discard(stream_id)
         if self.front is not None:
             self.front.stream_reset(self, stream_id)
 
@@ -142,7 +153,7 @@ class PumpedConnection(Connection):
     def _closed(self, event: Event) -> None:
         """A stream is over: of one that was stopped the front hears now that nothing comes."""
         self.stopped.discard(event.stream)
-        if event.stream in self._unended:
+        if event.stream in self.unended:
             self._ended_early(event.stream)
 
     def _refused(self, event: Event) -> None:
@@ -169,8 +180,8 @@ class PumpedConnection(Connection):
                 if self._pump.open(handle, uni=True) < 0:
                     return
                 self._next_uni += 4
-        if self._pump.send(handle, stream_id, data, fin):
-            self._buffered += len(data)
+        self._pump.send_later(handle, stream_id, data, fin)
+        self._buffered += len(data)
 
     def next_uni_stream_id(self) -> int:
         return self._next_uni
@@ -181,7 +192,7 @@ class PumpedConnection(Connection):
 
     def stop(self, stream_id: int, code: int) -> None:
         if not self.over:
-            self._unended.add(stream_id)
+            self.unended.add(stream_id)
             self._pump.stop(self.hand_over.handle, stream_id, code)
 
     def break_off(self, stream_id: int) -> None:
@@ -223,7 +234,7 @@ class PumpedConnection(Connection):
         if handle:
             self._engine.left(handle)
         self.hand_over.forget()
-        self._unended.clear()
+        self.unended.clear()
         super().dismantle()
 
 

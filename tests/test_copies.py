@@ -32,7 +32,7 @@ from dataplane.manifest import Manifest
 from dataplane.prompt1 import Request, encode_request
 from dataplane.region import create_region
 from dataplane.stats import Stats
-from dataplane.table import HostTable
+from dataplane.table import HostTable, Served
 
 # Few enough that a first congestion window holds the body, also as JSON.
 TOKENS = 1536
@@ -117,6 +117,23 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     monkeypatch.setattr(aioquic.quic.connection, "Buffer", CountingBuffer)
     monkeypatch.setattr(aioquic._crypto.AEAD, "decrypt", counting_decrypt)
     monkeypatch.setattr(QuicStreamReceiver, "__init__", counting_start)
+    provide = HostTable.count_in
+
+    def counting_provide(self: HostTable, *rest: Any) -> None:
+        provide(self, *rest)
+        serve = self.serve_whole
+        assert serve is not None
+
+        def counting_serve(*arguments: Any) -> Served:
+            served = serve(*arguments)
+            status, tokens = served[0], served[8]
+            if status == 0:
+                counted.add("slot", 4 * tokens)
+            return served
+
+        self.serve_whole = counting_serve
+
+    monkeypatch.setattr(HostTable, "count_in", counting_provide)
     for name in ("write", "submit"):
         monkeypatch.setattr(HostTable, name, _counting_slot(getattr(HostTable, name), counted))
     return counted

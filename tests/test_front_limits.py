@@ -82,7 +82,7 @@ def test_h3_streams_that_are_over_leave_nothing(tmp_path: Path) -> None:
     streams_of_every_kind(pair, GOOD, head(request_fields()), GOOD[:10])
     of_server = pair.server.extra
     assert (pair.server.streams, pair.server.stopped) == ({}, set())
-    assert (of_server.http3._streams, of_server.headers) == ({}, {})
+    assert (of_server.http3.streams, of_server.headers) == ({}, {})
     assert len(of_server.http3._unis) == 1  # the client's control stream
     assert of_server.http3.buffered == 0
     pair.check_at_rest()
@@ -311,5 +311,5 @@ def test_answers_that_a_client_gave_up_leave_nothing(monkeypatch: pytest.MonkeyP
             link.abandon(number)
         else:
             link.receive(number, answer + b"\0", False)
-    assert (link.http3._streams, link.http3._heads, link._consumers) == ({}, set(), {})
+    assert (link.http3.streams, link.http3._heads, link._consumers) == ({}, set(), {})
     assert link.http3.buffered == 0

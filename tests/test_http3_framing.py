@@ -774,9 +774,9 @@ def test_a_whole_request_leaves_nothing_behind() -> None:
     for stream_id in range(0, 4000, 4):
         h3.receive(stream_id, headers(sized(3)) + data(b"abc"), True, log)
     h3.receive(4000, headers(sized(3)), False, log)
-    assert list(h3._streams) == [4000]
+    assert list(h3.streams) == [4000]
     h3.receive(4000, data(b"abc"), True, log)
-    assert not h3._streams
+    assert not h3.streams
     assert not h3._unis
 
 
@@ -854,7 +854,7 @@ def test_a_sink_that_wants_no_more_hears_no_more() -> None:
     h3.receive(12, headers(POST) + b"\x00\x03a", False, log)
     h3.receive(12, b"bc", True, log)
     assert [event[0] for event in log.events] == ["headers", "data"] * 2
-    assert not h3._streams
+    assert not h3.streams
 
 
 def test_a_refusal_within_a_frame_that_goes_on() -> None:
@@ -879,7 +879,7 @@ def test_discard() -> None:
     assert not h3.discard(0)
     assert not h3.is_discarded(0)
     assert log.events == [got(POST), ("data", 0, b"a")]
-    assert not h3._streams
+    assert not h3.streams
 
 
 def test_a_sink_may_discard_before_it_returns_false() -> None:
@@ -901,7 +901,7 @@ def test_a_sink_may_discard_before_it_returns_false() -> None:
         h3.receive(stream_id + 8, headers(sized(1)) + data(b"ab"), fin, log)
     kinds = ["headers", "data", "headers", "message_error"]
     assert [event[0] for event in log.events] == 2 * kinds
-    assert list(h3._streams) == [0, 8]
+    assert list(h3.streams) == [0, 8]
     assert h3.buffered == 0
 
 
@@ -1366,7 +1366,7 @@ def test_garbage_is_reported_and_never_raised_nor_piled_up(seed: int) -> None:
 
 
 def held(h3: Http3) -> int:
-    requests = sum(len(stream.held) for stream in h3._streams.values())
+    requests = sum(len(stream.held) for stream in h3.streams.values())
     return requests + sum(len(stream.held) for stream in h3._unis.values())
 
 

@@ -18,11 +18,13 @@ QUICK = (
     Run("writers", 100),
     Run("handshake", 2),
     Run("frames", 1_000),
+    Run("http3", 20_000),
     Run("protect", 50),
     Run("ranges", 2_000),
     Run("recovery", 20_000),
     Run("conn", 60),
     Run("load", 100),
+    Run("load_h3", 5_000),
     Run("pump", 100),
     Run("raw", 100),
 )

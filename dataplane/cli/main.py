@@ -245,6 +245,7 @@ def _add_profile(commands: "Commands") -> None:
     _add_settings(parser, _PROFILE_SETTINGS)
     parser.add_argument("--protocol", choices=("raw", "h3"), default="raw")
     parser.add_argument("--runtime", choices=("null", "echo"), help="default: null")
+    _add_no_pump(parser, "run on aioquic alone")
     parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
 
 
@@ -370,6 +371,7 @@ def _profile(options: argparse.Namespace) -> int:
             slots=None,
             protocol=options.protocol,
             runtime=options.runtime,
+            no_pump=options.no_pump,
             json=options.json,
             **values,
         )

@@ -26,6 +26,7 @@ from dataplane.errors import UnavailableError
 from dataplane.load import Server
 
 _MEANING = {
+    "pump": "the packet pump's thread: packets, prompt/1",
     "kernel": "system calls: receive, send, wait",
     "crypto": "packet protection",
     "transport": "QUIC in aioquic, less its crypto",

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from dataplane.errors import Refusal, ResetCode, Status
 from dataplane.exchange import Exchange
-from dataplane.fronts import replies
 from dataplane.fronts.parameters import Body, pack_ids
 from dataplane.fronts.session import Session, exchange_of
 from dataplane.http3 import data_frame_header
@@ -132,6 +131,8 @@ class Generate:
     ) -> None:
         """Hand in-order bytes of a stream to the framing."""
         session = connection.extra
+        if fin and session.take_whole(stream_id, data, 0, len(data), at_ns):
+            return
         session.at_ns = at_ns
         session.fin = fin
         session.http3.receive(stream_id, data, fin, session)
@@ -180,16 +181,13 @@ class Generate:
         reply = exchange.extra
         connection = exchange.connection
         stream_id = exchange.stream_id
-        out = b""
-        if not exchange.answered:
+        if exchange.answered:
+            body = reply.body(exchange, ids, finish)
+            out = data_frame_header(len(body)) + body if body else b""
+        else:
             exchange.answered = True
             self.answers[_OK] += 1
-            slots = self.ingress.slots
-            headers = replies.accepted_headers(reply, exchange, slots)
-            out = connection.extra.http3.encode_headers(stream_id, headers)
-        body = reply.body(exchange, ids, finish)
-        if body:
-            out += data_frame_header(len(body)) + body
+            out = reply.begin(exchange, ids, finish, self.ingress.slots)
         if finish:
             exchange.extra = None
             del connection.streams[stream_id]

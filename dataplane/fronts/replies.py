@@ -10,14 +10,19 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from dataplane._native import ffi, lib
 from dataplane.errors import Refusal, Status
 from dataplane.exchange import Exchange
+from dataplane.http3 import data_frame_header
 from dataplane.http3_fields import Pair
 from dataplane.http_names import BINARY, EVENTS, FINISH_WORDS, JSON, PROBLEM, TITLES
 from dataplane.prompt1 import encode_end
 from dataplane.text import Tokenizer
 
-_STATUS_OK = (b":status", b"200")
+_IDS_MAX: int = lib.DP_H3_IDS_MAX
+_frame = ffi.new("uint8_t[]", lib.DP_H3_ACCEPTED_MAX + lib.DP_H3_IDS_MAX)
+_frame_view = ffi.buffer(_frame)
+_write_accepted, _write_binary = lib.dp_h3_accepted, lib.dp_h3_binary
 
 
 class Reply(Protocol):
@@ -25,6 +30,9 @@ class Reply(Protocol):
 
     content_type: bytes
     request_id: bytes  # the client's, or b"" for the slot's in hexadecimal
+
+    def begin(self, exchange: Exchange, ids: bytes, finish: int, slots: int) -> bytes:
+        """Return the HEADERS frame, and what `body` returns in a DATA frame, if anything."""
 
     def body(self, exchange: Exchange, ids: bytes, finish: int) -> bytes:
         """Return what goes out now for these output ids (u32 LE); with `finish`, the end too."""
@@ -38,6 +46,17 @@ class Binary:
 
     def __init__(self, request_id: bytes) -> None:
         self.request_id = request_id
+
+    def begin(self, exchange: Exchange, ids: bytes, finish: int, slots: int) -> bytes:
+        if len(ids) > _IDS_MAX or len(ids) != exchange.sent * 4:
+            return _begin(self, exchange, ids, finish, slots)
+        request_id = self.request_id
+        size = _write_binary(
+            _frame, request_id, len(request_id), exchange.request_id, exchange.queue_us,
+            exchange.ingress_us, slots, exchange.free_left, exchange.slot, ids, len(ids), finish,
+            exchange.n_tokens,
+        )  # fmt: skip
+        return _frame_view[:size]  # type: ignore[no-any-return]
 
     def body(self, exchange: Exchange, ids: bytes, finish: int) -> bytes:
         if finish:
@@ -59,6 +78,9 @@ class Json:
         self.request_id = request_id
         self._tokenizer = tokenizer
         self._ids = bytearray()
+
+    def begin(self, exchange: Exchange, ids: bytes, finish: int, slots: int) -> bytes:
+        return _begin(self, exchange, ids, finish, slots)
 
     def body(self, exchange: Exchange, ids: bytes, finish: int) -> bytes:
         self._ids += ids
@@ -85,6 +107,9 @@ class Events:
     def __init__(self, request_id: bytes, tokenizer: Tokenizer | None) -> None:
         self.request_id = request_id
         self._text = tokenizer.stream() if tokenizer else None
+
+    def begin(self, exchange: Exchange, ids: bytes, finish: int, slots: int) -> bytes:
+        return _begin(self, exchange, ids, finish, slots)
 
     def body(self, exchange: Exchange, ids: bytes, finish: int) -> bytes:
         out = b""
@@ -129,21 +154,16 @@ def request_id_of(reply: Reply, exchange: Exchange) -> bytes:
     return reply.request_id or b"%016x" % exchange.request_id
 
 
-def accepted_headers(reply: Reply, exchange: Exchange, slots: int) -> list[Pair]:
-    """Return the header fields of a 200."""
-    request_id = reply.request_id or b"%016x" % exchange.request_id
-    queue, ingress = exchange.queue_us / 1000, exchange.ingress_us / 1000
-    return [
-        _STATUS_OK,
-        (b"content-type", reply.content_type),
-        (b"x-request-id", request_id),
-        (b"request-id", request_id),
-        (b"x-queue-time", b"%.3fms" % queue),
-        (b"x-ratelimit-limit", b"%d" % slots),
-        (b"x-ratelimit-remaining", b"%d" % exchange.free_left),
-        (b"x-slot", b"%d" % exchange.slot),
-        (b"server-timing", b"queue;dur=%.3f, ingress;dur=%.3f" % (queue, ingress)),
-    ]
+def _begin(reply: Reply, exchange: Exchange, ids: bytes, finish: int, slots: int) -> bytes:
+    """Return the beginning of an answer of any form (`Reply.begin`)."""
+    media_type, request_id = reply.content_type, reply.request_id
+    size = _write_accepted(
+        _frame, media_type, len(media_type), request_id, len(request_id), exchange.request_id,
+        exchange.queue_us, exchange.ingress_us, slots, exchange.free_left, exchange.slot,
+    )  # fmt: skip
+    header: bytes = _frame_view[:size]
+    body = reply.body(exchange, ids, finish)
+    return header + data_frame_header(len(body)) + body if body else header
 
 
 class Limits(NamedTuple):

@@ -117,6 +117,35 @@ class Session:
         """Tell the peer that new requests are not taken any more (RFC 9114 section 5.2)."""
         self.connection.send(self._control, self.http3.goaway(self._last + 4), False)
 
+    def take_whole(self, stream_id: int, data: Any, at: int, size: int, at_ns: int) -> bool:
+        """Serve a request that is all of a stream, if nothing in it is out of the ordinary.
+
+        Args:
+            data: Bytes, or a buffer of C's, whose [at, at + size) are the stream.
+
+        Returns:
+            False: it is for the framing, and nothing has happened.
+        """
+        http3 = self.http3
+        if stream_id in http3.streams or stream_id & 3 or http3.closed:
+            return False
+        front, connection = self.front, self.connection
+        ingress = front.ingress
+        exchange = ingress.publish_whole(front, connection, stream_id, data, at, size, at_ns)
+        if exchange is None:
+            return False
+        if stream_id > self._last:
+            self._last = stream_id
+        request_id = ingress.given_id
+        if isinstance(exchange, Refusal):
+            self.fin = True
+            self._refuse_new(stream_id, exchange, request_id, ingress.queue_us)
+            return True
+        exchange.extra = replies.Binary(request_id) if request_id else replies.PLAIN
+        connection.streams[stream_id] = exchange
+        ingress.follow(exchange)
+        return True
+
     # Headers that do not come.
 
     def watch_header(self, stream_id: int) -> None:
