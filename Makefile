@@ -13,7 +13,7 @@ C_FILES := $(wildcard native/*.[ch] native/*/*.[ch] native/*/*.cu native/*/*.cuh
 # A change to any of these, a header included, builds anew.
 SOURCES := pyproject.toml setup.py $(shell find native -type f ! -name '*.pyc')
 
-.PHONY: help check build run test test-slow test-gpu lint tsan kernels fuzz bench bench-check clean
+.PHONY: help check build run test test-slow test-reference test-gpu lint tsan kernels fuzz bench bench-check clean
 
 help:
 	@echo "make build   make $(VENV) and install dataplane in it, with its C module"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-slow    the tests that take longer: races over minutes, real time-outs, benches"
 	@echo "make test-gpu     what only a GPU can show; each check says 'waived' where there is none"
 	@echo "make kernels      compile the CUDA kernels ahead, for dataplane/kernels.fatbin; needs nvcc"
+	@echo "make test-reference   what starts daemons, on aioquic alone instead of the packet pump"
 	@echo "make lint    ruff, mypy and clang-format: says what is amiss, changes nothing"
 	@echo "make tsan    C tests under ThreadSanitizer, AddressSanitizer and UBSan, and the mutants"
 	@echo "make fuzz    fuzz the packet parsers with libFuzzer, FUZZ_SECONDS (60) each; needs clang"
@@ -108,6 +109,9 @@ tsan: check
 
 kernels: build
 	@$(BIN)/python -m dataplane.kernels
+
+test-reference: build
+	@$(BIN)/python -m pytest -m "not slow" --engine=aioquic
 
 test-gpu: build
 	@CC="$(CC)" CXX="$(CXX)" $(BIN)/python tests/gpu_checks.py

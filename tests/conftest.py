@@ -1,16 +1,57 @@
-"""Fixtures that several test files share: daemons as processes of their own."""
+"""Fixtures that several test files share: daemons as processes of their own, on either engine.
+
+Daemons run on the packet pump. The files that are marked `both_engines` run on the reference too,
+aioquic alone, and `--engine=aioquic` runs all that start daemons on it (`make test-reference`), but
+what is marked `pump_only`.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_process import DaemonProcess, daemon_process
+from daemon_process import ENGINES, Chosen, DaemonProcess, daemon_process
 
 from dataplane.client import connect
 from dataplane.load import Load
 
 StartDaemon = Callable[..., DaemonProcess]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--engine", choices=list(ENGINES), default="pump", help="what daemons run their packets on"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen = metafunc.config.getoption("--engine")
+    if chosen == "pump" and metafunc.definition.get_closest_marker("both_engines"):
+        metafunc.parametrize("daemon_engine", list(ENGINES), indirect=True, scope="module")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On the reference nothing is run that starts no daemon: it was run already."""
+    if config.getoption("--engine") == "pump":
+        return
+    kept = [item for item in items if _starts_daemons(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def _starts_daemons(item: pytest.Item) -> bool:
+    names = vars(item.getparent(pytest.Module).module)  # type: ignore[union-attr]
+    starts = "StartDaemon" in names or "DaemonProcess" in names
+    return starts and not item.get_closest_marker("pump_only")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def daemon_engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What daemons run their packets on; fixtures of a file that start one ask for it."""
+    name = getattr(request, "param", request.config.getoption("--engine"))
+    before, Chosen.engine = Chosen.engine, name
+    yield name
+    Chosen.engine = before
 
 
 @pytest.fixture
@@ -28,7 +69,9 @@ def daemon(tmp_path: Path) -> Iterator[StartDaemon]:
 
 
 @pytest.fixture(scope="module")
-def bare_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def bare_daemon(
+    tmp_path_factory: pytest.TempPathFactory, daemon_engine: str
+) -> Iterator[DaemonProcess]:
     """One daemon without a runtime for all tests of a file; whoever attaches to it detaches."""
     directory = tmp_path_factory.mktemp("daemon")
     with daemon_process(directory, "--runtime=none", "--idle-timeout=20") as daemon:

@@ -27,6 +27,8 @@ from dataplane.pump import Refused
 from dataplane.pump_engine import PumpEngine
 from dataplane.stats import Stats
 
+pytestmark = pytest.mark.pump_only
+
 HALF = encode_request(Request(4)) + words([1, 2])
 IDS = [5, 6, 7]
 

@@ -16,11 +16,13 @@ from daemon_process import DaemonProcess, daemon_process, run
 from dataplane.client import Answer, Client, connect
 from dataplane.prompt1 import Request, encode_request
 
+pytestmark = pytest.mark.both_engines
+
 CONTEXT, MAX_OUTPUT, VOCAB = 64, 32, 1000
 
 
 @pytest.fixture(scope="module")
-def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def echo(tmp_path_factory: pytest.TempPathFactory, daemon_engine: str) -> Iterator[DaemonProcess]:
     """One echo daemon for the file."""
     directory: Path = tmp_path_factory.mktemp("echo")
     with daemon_process(

@@ -1,0 +1,423 @@
+"""The two engines against each other: what reaches the slots, and what the wire means.
+
+Every exchange is told to the reference and to the packet pump, pass by pass, under one clock; after
+each pass the slots, what the puppet took and whether it is to stop are the same, and at the end the
+answers and the counters. A difference is a mistake in one of the two.
+"""
+
+import contextlib
+import random
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from twins import BODY_TIMEOUT, CONTEXT, MAX_OUTPUT, PACKET_ROOM, VOCAB, Frame, Server, Twins
+
+from dataplane.prompt1 import Request, encode_request
+
+STOP, LENGTH, ERROR = 1, 2, 4
+_CASES_A_CONNECTION = 25
+
+
+@pytest.fixture(scope="module")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("identity")
+
+
+# ---------------------------------------------------------------- what a client may say
+
+
+def body_of(ids: Sequence[int], width: int) -> bytes:
+    return struct.pack(f"<{len(ids)}{'H' if width == 2 else 'I'}", *ids)
+
+
+class Maker:
+    """Makes exchanges out of a seed's numbers."""
+
+    def __init__(self, seed: object, twins: Twins, alone: bool = False) -> None:
+        self.random = random.Random(f"exchange {seed}")
+        self.twins = twins
+        self.alone = alone  # one frame a packet
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def request(self) -> tuple[bytes, bool]:
+        """The bytes of a stream, in order or not, and whether its end is to come."""
+        kind = self.random.choices(
+            ["good", "header", "token", "long", "short", "cut", "noise", "nothing"],
+            [10, 2, 2, 2, 2, 1, 1, 1],
+        )[0]
+        if kind == "nothing":
+            return b"", True
+        if kind == "noise":
+            return self.random.randbytes(self.random.randint(1, 200)), self.chance(0.7)
+        width = self.random.choice([2, 4])
+        count = self.random.choice([1, 2, 3, 7, self.random.randint(1, 700), CONTEXT])
+        fields = self._fields()
+        header = encode_request(Request(count, width, **fields))
+        if self.chance(0.2):
+            header = self._extended(header)
+        ids = [self.random.randrange(min(VOCAB, 65536)) for _ in range(count)]
+        if kind == "token":
+            ids[self.random.randrange(count)] = self.random.choice([VOCAB, 65535])
+        body = body_of(ids, width)
+        if kind == "header":
+            header = self._spoilt(header)
+        elif kind == "long":
+            body += self.random.randbytes(self.random.choice([1, 2, 3, 4, 900]))
+        elif kind == "short":
+            body = body[: self.random.randrange(len(body))]
+        elif kind == "cut":
+            return header[: self.random.randrange(len(header))], self.chance(0.7)
+        return header + body, self.chance(0.85)
+
+    def _fields(self) -> dict[str, Any]:
+        choose = self.random.choice
+        fields: dict[str, Any] = {"request_id": self.random.getrandbits(63) | 1}
+        if self.chance(0.1):
+            fields["request_id"] = 0
+        self.twins.ids.add(fields["request_id"])
+        if self.chance(0.3):
+            fields |= {
+                "max_output": choose([1, 5, MAX_OUTPUT]), "temperature": choose([0.5, 100.0]),
+                "top_p": choose([0.25, 1.0]), "top_k": choose([1, 40]), "seed": choose([9, 2**31]),
+            }  # fmt: skip
+        if self.chance(0.2):
+            fields |= {"affinity": self.random.randint(1, 9), "strict": self.chance(0.5)}
+        if self.chance(0.2):
+            fields["deadline_ms"] = choose([11, 37, 913, 60_000])
+        return fields
+
+    def _extended(self, header: bytes) -> bytes:
+        value = self.random.randbytes(self.random.choice([0, 1, 16, 2000]))
+        kind = self.random.choice([1, 2, 9])
+        extension = struct.pack("<HH", kind, len(value)) + value
+        return header[:4] + struct.pack("<H", 48 + len(extension)) + header[6:] + extension
+
+    def _spoilt(self, header: bytes) -> bytes:
+        """A header with one mistake in it."""
+        at, value = self.random.choice([
+            (0, b"GET "), (3, b"2"), (4, b"\x2f\0"), (4, b"\xff\xff"), (4, b"\x32\0"), (6, b"\3"),
+            (7, b"\2"), (8, b"\0\0\0\0"), (8, struct.pack("<I", CONTEXT + 1)), (8, b"\xff" * 4),
+            (12, struct.pack("<I", MAX_OUTPUT + 1)), (28, struct.pack("<f", -1.0)),
+            (28, struct.pack("<f", float("nan"))), (28, struct.pack("<f", 100.5)),
+            (32, struct.pack("<f", 1.5)), (32, struct.pack("<f", float("inf"))),
+        ])  # fmt: skip
+        return header[:at] + value + header[at + len(value) :]
+
+    def pieces(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Cut a stream's bytes."""
+        mode = self.random.choice(["whole", "halves", "small", "sizes"])
+        at, cut = 0, []
+        while at < len(data):
+            size = {
+                "whole": PACKET_ROOM - 60,
+                "halves": self.random.choice([48, 52, len(data) // 2 + 1]),
+                "small": self.random.randint(1, 7) if len(data) < 200 else 130,
+                "sizes": self.random.randint(1, PACKET_ROOM - 60),
+            }[mode]
+            size = min(size, PACKET_ROOM - 60)
+            cut.append((at, data[at : at + size]))
+            at += size
+        return cut
+
+    def frames(self, stream: int) -> list[Frame]:
+        """What a client says on a stream, from its beginning to wherever it stops."""
+        data, ends = self.request()
+        cut = self.pieces(data)
+        found = [Frame("stream", stream, at, part) for at, part in cut]
+        if ends and found and self.chance(0.6):
+            found[-1] = found[-1]._replace(fin=True)
+        elif ends:
+            found.append(Frame("stream", stream, len(data), fin=True))
+        if self.chance(0.2):
+            at = self.random.randint(0, len(found))
+            size = max([frame.offset + len(frame.data) for frame in found[:at]], default=0)
+            if not (ends and at == len(found)):
+                found = [*found[:at], Frame("reset", stream, size, code=self.random.choice([0, 7]))]
+            elif self.chance(0.5):
+                found.append(Frame("reset", stream, size, code=7))
+        if self.chance(0.2):
+            at = self.random.randint(0, len(found))
+            found.insert(at, Frame("stop", stream, code=self.random.choice([0, 5])))
+        return found
+
+    def packets(self, streams: list[list[Frame]]) -> list[list[Frame]]:
+        """Interleave streams over packets; some are lost, and come again cut otherwise."""
+        left = [list(frames) for frames in streams if frames]
+        packets: list[list[Frame]] = []
+        while left:
+            frames = self.random.choice(left) if self.chance(0.7) else left[0]
+            frame = frames.pop(0)
+            size = sum(len(one.data) + 30 for one in packets[-1]) if packets else PACKET_ROOM
+            if self.alone or size + len(frame.data) + 30 > PACKET_ROOM or self.chance(0.5):
+                packets.append([])
+            packets[-1].append(frame)
+            left = [frames for frames in left if frames]
+        return self._mistreat(packets)
+
+    def _mistreat(self, packets: list[list[Frame]]) -> list[list[Frame]]:
+        loss = self.random.choice([0.0, 0.0, 0.1, 0.4])
+        setback = self.random.choice([0, 0, 3])
+        timed: list[tuple[float, int, list[Frame]]] = []
+        for at, packet in enumerate(packets):
+            if self.chance(loss):
+                # A part may have come all the same: what overlaps is the same bytes.
+                again = [part for frame in packet for part in self._again(frame)]
+                timed.append((at + self.random.uniform(1, 6), at, again[: len(again) // 2 or 1]))
+                timed.append((at + self.random.uniform(2, 9), at, again))
+                if self.chance(0.3):
+                    timed.append((at, at, packet))
+            else:
+                timed.append((at + self.random.uniform(0, setback), at, packet))
+        timed.sort(key=lambda entry: entry[:2])
+        if self.alone:
+            return [[frame] for _, _, packet in timed for frame in packet]
+        return [packet for _, _, packet in timed]
+
+    def _again(self, frame: Frame) -> list[Frame]:
+        if frame.kind != "stream" or len(frame.data) < 2:
+            return [frame]
+        at = self.random.randrange(1, len(frame.data))
+        return [
+            frame._replace(data=frame.data[:at], fin=False),
+            frame._replace(offset=frame.offset + at, data=frame.data[at:]),
+        ]
+
+    def puppet(self) -> Any:
+        """A runtime's step, the same on both sides."""
+        seed = self.random.random()
+        takes = self.chance(0.6)
+
+        def step(server: Server) -> None:
+            rest = random.Random(seed)
+            if takes:
+                server.take()
+            for job in server.taken:
+                if job.over:
+                    continue
+                count = min(rest.choice([0, 0, 1, 3, 30]), job.room)
+                if count and not job.cancelled:
+                    assert job.emit([rest.randrange(VOCAB) for _ in range(count)]) == 0
+                if rest.random() < (0.8 if job.cancelled else 0.3):
+                    job.finish(rest.choice([STOP, STOP, LENGTH, ERROR]))
+
+        return step
+
+
+def finish_all(server: Server) -> None:
+    server.take()
+    for job in server.taken:
+        if not job.over:
+            job.finish(STOP)
+
+
+def play(twins: Twins, maker: Maker) -> list[int]:
+    """One exchange of a few streams; their numbers."""
+    streams = [twins.open() for _ in range(maker.random.randint(1, 6))]
+    said = [maker.frames(stream) for stream in streams]
+    packets = maker.packets(said)
+    while packets:
+        count = maker.random.choice([1, 1, 2, 5, len(packets)])
+        group, packets = packets[:count], packets[count:]
+        order = list(range(len(group)))
+        if maker.chance(0.3):
+            order += [maker.random.randrange(len(group)) for _ in range(2)]  # the same once more
+        twins.deliver(group, order, maker.puppet() if maker.chance(0.7) else None)
+        if maker.chance(0.15):
+            twins.run_for(maker.random.choice([0.021, 0.203, 1.007, BODY_TIMEOUT * 1.1]))
+    return [stream for stream in streams if stream in twins.said]
+
+
+def wait_for_answers(twins: Twins, streams: Sequence[int]) -> None:
+    for _ in range(100):
+        if all(s.hand.of(stream).over for s in twins.servers for stream in streams):
+            return
+        twins.run_for(0.1)
+    raise AssertionError(f"not all of {streams} are answered")
+
+
+def settle(twins: Twins, streams: Sequence[int]) -> None:
+    """End an exchange, and compare what it came to."""
+    for _ in range(3):
+        twins.deliver([], puppet=finish_all)
+    twins.run_for(BODY_TIMEOUT * 1.2)
+    for _ in range(3):
+        twins.deliver([], puppet=finish_all)
+    wait_for_answers(twins, streams)
+    twins.check_answers(streams)
+    twins.check_counts()
+    for server in twins.servers:
+        assert server.states() == ["FREE"] * 4
+        assert server.writing() == 0
+        assert server.counts().in_flight == 0
+    # Whoever was stopped, or late, breaks off: both sides of every stream are over then.
+    left = [stream for stream in streams if not twins.is_over(stream)]
+    twins.deliver([[Frame("reset", stream, twins.ends.get(stream, 0))] for stream in left])
+    twins.forget(streams)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "lossy": {"loss": 0.3},
+    "later": {"lazy": True},  # Python hears of things at the end of a pass
+    "later-lossy": {"lazy": True, "loss": 0.3},
+    "capped": {"max_writing": 2},
+}
+
+
+def play_cases(state_dir: Path, cases: range, kind: str) -> None:
+    """Play the exchanges of these numbers, many on a connection."""
+    options = KINDS[kind]
+    for first in cases[::_CASES_A_CONNECTION]:
+        with contextlib.closing(Twins(state_dir, seed=first, **options)) as twins:
+            for case in range(first, min(first + _CASES_A_CONNECTION, cases.stop)):
+                try:
+                    settle(twins, play(twins, Maker(case, twins, alone=kind == "capped")))
+                except AssertionError as error:
+                    raise AssertionError(f"{kind}, case {case}: {error}") from error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_engines_do_the_same(state_dir: Path, kind: str) -> None:
+    first = list(KINDS).index(kind) * 10_000
+    play_cases(state_dir, range(first, first + 100), kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_engines_do_the_same_for_long(state_dir: Path, kind: str) -> None:
+    first = list(KINDS).index(kind) * 10_000 + 100
+    play_cases(state_dir, range(first, first + 1000), kind)
+
+
+# ---------------------------------------------------------------- every split
+
+
+@pytest.fixture(scope="module")
+def twins(state_dir: Path) -> Iterator[Twins]:
+    with contextlib.closing(Twins(state_dir)) as made:
+        yield made
+
+
+def settle_quickly(twins: Twins, stream: int) -> None:
+    """Let both answer (aioquic paces what it sends), and compare."""
+    wait_for_answers(twins, [stream])
+    twins.check_answers([stream])
+    twins.check_counts()
+    for server in twins.servers:
+        assert server.states() == ["FREE"] * 4
+
+
+def whole_request(twins: Twins, width: int) -> bytes:
+    number = len(twins.ids) + 1
+    twins.ids.add(number)
+    return encode_request(Request(3, width, request_id=number)) + body_of([7, 40_000, 9], width)
+
+
+def take_and_answer(server: Server) -> None:
+    for job in server.take():
+        assert job.emit([job.number % VOCAB]) == 0
+        job.finish(STOP)
+
+
+def play_pieces(twins: Twins, *packets: list[Frame]) -> None:
+    """Each packet in a pass of its own; the request is published by the last at the latest."""
+    for packet in packets:
+        twins.deliver([packet])
+    twins.deliver([], puppet=take_and_answer)
+    twins.deliver([], puppet=finish_all)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("order", ["in order", "overtaken", "one packet"])
+def test_a_request_cut_at_every_byte(twins: Twins, width: int, order: str) -> None:
+    for at in range(len(whole_request(twins, width)) + 1):
+        data, stream = whole_request(twins, width), twins.open()
+        pieces = [
+            Frame("stream", stream, 0, data[:at]),
+            Frame("stream", stream, at, data[at:], True),
+        ]
+        if order == "overtaken":
+            pieces.reverse()
+        play_pieces(twins, pieces) if order == "one packet" else play_pieces(
+            twins, *([piece] for piece in pieces)
+        )
+        settle_quickly(twins, stream)
+        for server in twins.servers:
+            assert server.taken[-1].prompt == body_of([7, 40_000, 9], 4)
+            assert server.hand.of(stream).whole
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("declared", [2, 4], ids=["overflow", "short"])
+def test_a_body_that_does_not_fit_cut_at_every_byte(
+    twins: Twins, width: int, declared: int
+) -> None:
+    size = len(whole_request(twins, width))
+    for at in range(size + 1):
+        data, stream = bytearray(whole_request(twins, width)), twins.open()
+        data[8] = declared
+        for first, last in ((0, at), (at, size)):
+            twins.deliver([[Frame("stream", stream, first, bytes(data[first:last]), last == size)]])
+        settle_quickly(twins, stream)
+        for server in twins.servers:
+            assert server.hand.of(stream).data[4:6] == (400).to_bytes(2, "little")
+
+
+@pytest.mark.parametrize("how", ["reset", "stop", "both"])
+def test_a_client_that_leaves_after_every_byte(twins: Twins, how: str) -> None:
+    """Before the request, within it, with its end, once it is taken and after its answer."""
+    size = len(whole_request(twins, 4))
+    for at in range(size + 4):
+        data, stream = whole_request(twins, 4), twins.open()
+        twins.deliver([[Frame("stream", stream, 0, data[:at], fin=at >= size)]] if at else [])
+        if at > size + 1:
+            twins.deliver([], puppet=Server.take)
+        if at > size + 2:
+            twins.deliver([], puppet=finish_all)
+            twins.run_for(0.2)
+        if how != "stop":
+            twins.deliver([[Frame("reset", stream, min(at, size), code=3)]])
+        if how != "reset":
+            twins.deliver([[Frame("stop", stream, code=9)]])
+        twins.deliver([], puppet=finish_all)
+        if not twins.is_over(stream):
+            twins.deliver([[Frame("stream", stream, at, data[at:], fin=True)]])
+            twins.deliver([], puppet=finish_all)
+        settle_quickly(twins, stream)
+
+
+def test_breaking_off_what_came_whole_is_no_news(state_dir: Path) -> None:
+    """Python hears of a header cut short by FIN only after the reset that follows it."""
+    with contextlib.closing(Twins(state_dir, lazy=True)) as twins:
+        stream, data = twins.open(), whole_request(twins, 4)[:16]
+        twins.deliver([[Frame("stream", stream, 0, data, True)], [Frame("reset", stream, 16)]])
+        settle_quickly(twins, stream)
+        for server in twins.servers:
+            assert server.hand.of(stream).data[4:6] == (400).to_bytes(2, "little")
+
+
+def test_streams_come_back_as_they_end(state_dir: Path) -> None:
+    """A connection never runs out of streams, however they ended."""
+    with contextlib.closing(Twins(state_dir)) as twins:
+        for case in range(700):
+            stream, data = twins.open(), whole_request(twins, 4)
+            assert twins.has_room(1)
+            kind = case % 5
+            if kind == 0:
+                frames = [Frame("stream", stream, 0, data, True)]
+            elif kind == 1:
+                frames = [Frame("reset", stream)]
+            elif kind == 2:
+                frames = [Frame("stop", stream, code=1), Frame("stream", stream, 0, data, True)]
+            elif kind == 3:
+                frames = [Frame("stream", stream, 0, b"nonsense", True)]
+            else:
+                frames = [Frame("stream", stream, 0, data[:50]), Frame("reset", stream, 50)]
+            twins.deliver([frames])
+            twins.deliver([], puppet=take_and_answer)
+            settle_quickly(twins, stream)
