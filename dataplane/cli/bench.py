@@ -237,7 +237,9 @@ def measure(plan: Plan, target: Target) -> tuple[Outcome, float | None]:
         asked = _cpu_s(target.admin)
         with _shown_progress(plan) as show:
             outcome = load.run(plan.requests, plan.streams, plan.rate, show)
-        spent = _cpu_s(target.admin) - asked - (asked - before)
+        # Whoever spins spends that time whether it is asked or not.
+        asking = 0.0 if plan.busy_poll else asked - before
+        spent = _cpu_s(target.admin) - asked - asking
     if target.admin is None:
         return outcome, None
     return outcome, max(0.0, spent) / plan.requests * 1e6
