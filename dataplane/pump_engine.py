@@ -28,7 +28,7 @@ OWNER = 2
 """The raw front's number among a region's listeners; Python's own is 1."""
 LISTENERS = 2
 _CATCH_UP_MAX = 64  # buffers of events; others that flood in meanwhile are not waited for
-_EVENT_BYTES, _DATA, _CLOSED = pump.EVENT_BYTES, pump.DATA, pump.CLOSED
+_EVENT_BYTES, _DATA = pump.EVENT_BYTES, pump.DATA
 _SLOW_READER = int(ResetCode.SLOW_READER)
 
 
@@ -111,7 +111,7 @@ class PumpEngine:
             self._dispatching = False
 
     def _dispatch_all(self, now: float) -> bool:
-        """Go through a buffer of events; most are whole requests and streams that ended."""
+        """Go through a buffer of events; most are whole requests."""
         taken, view, find = self._taken, self._view, self._by_handle.get
         unpack, new = pump.EVENT.unpack_from, tuple.__new__
         used = self.pump.take(taken, pump.TAKE_BYTES)
@@ -131,8 +131,6 @@ class PumpEngine:
                         except Exception as error:
                             connection.broken(error)
                             continue
-                elif kind == _CLOSED:
-                    continue  # Nobody waits for it.
             body = view[begin : begin + size].tobytes() if size else b""
             self._act(new(Event, (kind, flags, handle, stream, number, at_ns, body)), now)
         return used > 0
@@ -163,7 +161,7 @@ class PumpEngine:
 
     def front_of(self, alpn: str) -> int:
         """Who reads the streams of a connection with this ALPN."""
-        return pump.FRONT_RAW if alpn == prompt1.ALPN else pump.FRONT_EVENTS
+        return pump.FRONT_RAW if alpn == prompt1.ALPN else pump.FRONT_QUIET
 
     def adopted(self, connection: PumpedConnection) -> None:
         self._by_handle[connection.hand_over.handle] = connection

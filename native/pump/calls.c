@@ -215,6 +215,7 @@ void dp_pump_stop(struct dp_pump *pump, uint64_t connection, uint64_t stream, ui
     if (!on)
         return;
     dp_events_forget_stream(pump, on);
+    dp_events_stopped(on);
     dp_conn_stop(entry->conn, on, code);
     dp_pump_unlock(pump);
 }

@@ -23,6 +23,7 @@
 #define HAS      0x80000000u /* it is Python's */
 #define QUEUED   0x40000000u
 #define FIN_TOLD 0x20000000u
+#define STOPPED  0x10000000u /* by one side: Python waits for its end */
 
 struct dp_event_node {
     struct dp_event_node *next, *previous;
@@ -283,6 +284,10 @@ void dp_events_hand_over(struct dp_pump *pump, struct dp_entry *entry, struct dp
         mark(pump, entry, stream);
 }
 
+void dp_events_stopped(struct dp_stream *stream) {
+    stream->app_state |= STOPPED;
+}
+
 bool dp_events_has(const struct dp_stream *stream) {
     return stream->app_state & HAS;
 }
@@ -304,11 +309,14 @@ static void on_reset(struct dp_pump *pump, struct dp_entry *entry, struct dp_str
 
 static void on_stopped(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
                        uint64_t code) {
+    stream->app_state |= STOPPED;
     dp_events_push(pump, DP_EVENT_STOPPED, 0, entry->handle, stream->id, code, NULL, 0);
 }
 
 static void on_closed(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream) {
     keep(pump, stream);
+    if (entry->quiet && !(stream->app_state & STOPPED))
+        return;
     dp_events_push(pump, DP_EVENT_CLOSED, 0, entry->handle, stream->id, 0, NULL, 0);
 }
 

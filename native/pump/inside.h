@@ -58,6 +58,7 @@ struct dp_entry {
     uint32_t writing; /* slots that it holds in WRITING; raw.c's */
     uint32_t routes;  /* connection IDs that lead to it */
     uint8_t host_cid_bytes;
+    bool quiet; /* DP_FRONT_QUIET */
     bool touched, left;
     bool failed; /* nothing more is read until Python closes it */
     struct dp_entry *next_touched, *previous_touched;
@@ -157,6 +158,8 @@ bool dp_events_waiting(const struct dp_events *events);
  * dp_front_events.data while dp_events_has says so. */
 void dp_events_hand_over(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream);
 bool dp_events_has(const struct dp_stream *stream);
+/* Python stopped it, and waits for its end even on a quiet connection. */
+void dp_events_stopped(struct dp_stream *stream);
 /* As dp_pump_take, without the lock. */
 uint32_t dp_events_take(struct dp_pump *pump, uint8_t *to, uint32_t room);
 /* False: full, or no memory (datagrams alone are bounded; they may be lost). */

@@ -360,7 +360,8 @@ void dp_pump_build_all(struct dp_pump *pump,
 
 static const struct dp_front_calls *const fronts[] = {[DP_FRONT_EVENTS] = &dp_front_events,
                                                       [DP_FRONT_RAW] = &dp_front_raw,
-                                                      [DP_FRONT_LOAD] = &dp_front_load};
+                                                      [DP_FRONT_LOAD] = &dp_front_load,
+                                                      [DP_FRONT_QUIET] = &dp_front_events};
 
 static struct dp_entry *adopt(struct dp_pump *pump, struct dp_hand_over *from, uint32_t front,
                               int64_t now) {
@@ -373,6 +374,7 @@ static struct dp_entry *adopt(struct dp_pump *pump, struct dp_hand_over *from, u
     memset(entry, 0, sizeof *entry);
     entry->pump = pump;
     entry->front = fronts[front];
+    entry->quiet = front == DP_FRONT_QUIET;
     entry->host_cid_bytes = from->host_cid_bytes;
     entry->told.entry = entry;
     if (from->max_datagram > DP_UDP_DATAGRAM)

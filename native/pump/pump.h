@@ -65,6 +65,8 @@ enum dp_front {
     DP_FRONT_EVENTS = 0, /* Python, by events */
     DP_FRONT_RAW = 1,    /* the raw server (raw.h); what it does not handle comes as events */
     DP_FRONT_LOAD = 2,   /* the load generator (load.h) */
+    DP_FRONT_QUIET =
+        3, /* Python, which hears of a stream's end (CLOSED) only if one side stopped it */
 };
 
 struct dp_pump;
