@@ -38,8 +38,10 @@ _PUMP = (
 SOURCES = {
     "conn": ("slots", "region", *_CONNECTION),
     "frames": ("quic/frames",),
+    "http3": ("http3",),
     "protect": ("quic/aead", "quic/aead_wide"),  # it includes protect.c, to reach its limits
-    "load": ("pump/load", "quic/pool"),
+    "load": ("pump/load", "pump/load_h3", "quic/pool"),
+    "load_h3": ("pump/load", "pump/load_h3", "quic/pool"),
     "pump": ("slots", "region", *_PUMP),
     "raw": (
         "slots",
@@ -55,6 +57,7 @@ SOURCES = {
         "quic/pool",
     ),
     "ranges": ("quic/ranges", "quic/pool"),
+    "sending": ("quic/streams", "quic/ranges", "quic/pool"),
     "recovery": ("quic/recovery", "quic/ranges", "quic/pool", "quic/frames"),
 }
 
@@ -139,11 +142,14 @@ SANITIZED = {
         Run("writers", 1_000),
         Run("handshake", 20),
         Run("frames", 10_000),
+        Run("http3", 200_000),
         Run("protect", 300),
         Run("ranges", 20_000),
         Run("recovery", 100_000),
         Run("conn", 100),
+        Run("sending", 30),
         Run("load", 500),
+        Run("load_h3", 20_000),
         Run("pump", 200),
         Run("raw", 20),
     ),

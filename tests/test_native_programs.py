@@ -23,6 +23,7 @@ QUICK = (
     Run("ranges", 2_000),
     Run("recovery", 20_000),
     Run("conn", 60),
+    Run("sending", 20),
     Run("load", 100),
     Run("load_h3", 5_000),
     Run("pump", 100),

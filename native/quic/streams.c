@@ -274,6 +274,38 @@ static void finish_sending(struct dp_sending *out, struct dp_pool *pool) {
     }
 }
 
+/* Have [from, to) go out again, but for what is acknowledged: nothing of it is kept below `start`.
+ */
+static void send_again(struct dp_sending *out, struct dp_pool *pool, uint64_t from, uint64_t to) {
+    if (from < out->start)
+        from = out->start;
+    if (from >= to)
+        return;
+    if (!dp_ranges_add(&out->lost, pool, DP_STREAM_RANGES * 2, from, to)) {
+        if (!out->lost.count)
+            return; /* no memory: the probe time-out finds it */
+        /* One range over all costs repeats, never bytes. */
+        out->lost.range[0].to = lower(out->next, out->stop);
+        out->lost.count = 1;
+        if (from < out->lost.range[0].from)
+            out->lost.range[0].from = from;
+    }
+    for (uint32_t i = 0; i < out->acked.count; i++)
+        dp_ranges_remove(&out->lost, pool, DP_STREAM_RANGES * 2, out->acked.range[i].from,
+                         out->acked.range[i].to);
+}
+
+/* All below `start` is through, and what was lost of it does not matter any more. */
+static void advance(struct dp_sending *out, uint64_t to) {
+    out->start = to;
+    while (out->acked.count && out->acked.range[0].from <= out->start) {
+        if (out->acked.range[0].to > out->start)
+            out->start = out->acked.range[0].to;
+        dp_ranges_drop_lowest(&out->acked);
+    }
+    dp_ranges_trim(&out->lost, out->start);
+}
+
 void dp_stream_acked(struct dp_stream *stream, struct dp_pool *pool, uint64_t offset, size_t length,
                      bool fin) {
     struct dp_sending *out = &stream->out;
@@ -284,17 +316,10 @@ void dp_stream_acked(struct dp_stream *stream, struct dp_pool *pool, uint64_t of
     if (length && end > out->start) {
         if (out->lost.count)
             dp_ranges_remove(&out->lost, pool, DP_STREAM_RANGES * 2, offset, end);
-        if (offset <= out->start) {
-            out->start = end;
-            while (out->acked.count && out->acked.range[0].from <= out->start) {
-                if (out->acked.range[0].to > out->start)
-                    out->start = out->acked.range[0].to;
-                dp_ranges_drop_lowest(&out->acked);
-            }
-        } else {
-            /* Without memory for it the bytes go out once more. */
-            dp_ranges_add(&out->acked, pool, DP_STREAM_RANGES * 2, offset, end);
-        }
+        if (offset <= out->start)
+            advance(out, end);
+        else if (!dp_ranges_add(&out->acked, pool, DP_STREAM_RANGES * 2, offset, end))
+            send_again(out, pool, offset, end); /* it cannot be remembered that they came */
     }
     finish_sending(out, pool);
 }
@@ -306,23 +331,7 @@ void dp_stream_lost(struct dp_stream *stream, struct dp_pool *pool, uint64_t off
         return;
     if (fin && !out->fin_acked)
         out->fin_sent = false;
-    uint64_t end = offset + length;
-    if (offset < out->start)
-        offset = out->start;
-    if (offset >= end)
-        return;
-    if (!dp_ranges_add(&out->lost, pool, DP_STREAM_RANGES * 2, offset, end)) {
-        if (!out->lost.count)
-            return; /* no memory: the probe time-out finds it */
-        /* One range over all costs repeats, never bytes. */
-        out->lost.range[0].to = lower(out->next, out->stop);
-        out->lost.count = 1;
-        if (offset < out->lost.range[0].from)
-            out->lost.range[0].from = offset;
-    }
-    for (uint32_t i = 0; i < out->acked.count; i++)
-        dp_ranges_remove(&out->lost, pool, DP_STREAM_RANGES * 2, out->acked.range[i].from,
-                         out->acked.range[i].to);
+    send_again(out, pool, offset, offset + length);
 }
 
 void dp_stream_reset(struct dp_stream *stream, struct dp_pool *pool, uint64_t code) {
