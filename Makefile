@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 BUILT  := $(VENV)/.built
 
 C_FILES := $(wildcard native/*.[ch] native/*/*.[ch] native/*/*.cu native/*/*.cuh \
-                      bench/*.[ch] tests/native/*.[ch] tests/native/*.cpp tests/examples/*.[ch] \
+                      bench/*.[ch] bench/*.cu tests/native/*.[ch] tests/native/*.cpp tests/examples/*.[ch] \
                       tests/fuzz/*.[ch] tests/fuzz/*/*.[ch])
 # A change to any of these, a header included, builds anew.
 SOURCES := pyproject.toml setup.py $(shell find native -type f ! -name '*.pyc')

@@ -24,8 +24,9 @@ LATEST = "latest.json"
 
 # fmt: off
 PACKAGES = (
-    "aioquic", "cryptography", "cupy-cuda12x", "fastapi", "granian", "httptools", "hypercorn",
-    "numpy", "orjson", "pydantic", "pylsqpack", "pyzmq", "starlette", "uvicorn", "uvloop",
+    "aioquic", "cryptography", "cupy-cuda12x", "cupy-cuda13x", "fastapi", "granian", "httptools",
+    "hypercorn", "numpy", "orjson", "pydantic", "pylsqpack", "pyzmq", "starlette", "uvicorn",
+    "uvloop",
 )
 # fmt: on
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dataplane.errors import DataplaneError
@@ -59,8 +59,24 @@ def _lack(nvcc: str | None, sources: Path) -> str:
     return f"{sources} holds no source of them"
 
 
-def compile_kernels(nvcc: str, target: Path, sources: Path = SOURCES) -> None:
+def compile_kernels(
+    nvcc: str,
+    target: Path,
+    sources: Path = SOURCES,
+    source: Path | None = None,
+    flags: Sequence[str] = (),
+) -> str:
     """Compile for every target that this nvcc has.
+
+    Args:
+        nvcc: The compiler.
+        target: The fatbin.
+        sources: Where headers are looked for.
+        source: Another file than `gpu/kernels.cu` of the sources.
+        flags: More of them.
+
+    Returns:
+        What the compilers said.
 
     Raises:
         KernelsError: nvcc refuses; the text holds its last words.
@@ -69,10 +85,10 @@ def compile_kernels(nvcc: str, target: Path, sources: Path = SOURCES) -> None:
     machines = [number for number in MACHINES if f"sm_{number}" in known]
     codes = [f"arch=compute_{number},code=sm_{number}" for number in machines]
     codes.append(f"arch=compute_{PTX},code=compute_{PTX}")
-    _run(
-        [nvcc, "-std=c++20", "-O3", "-fatbin", f"-I{sources}",
+    return _run(
+        [nvcc, "-std=c++20", "-O3", "-fatbin", f"-I{sources}", *flags,
          *(f"-gencode={code}" for code in codes),
-         str(sources / "gpu/kernels.cu"), "-o", str(target)]
+         str(source or sources / "gpu/kernels.cu"), "-o", str(target)]
     )  # fmt: skip
 
 
@@ -81,7 +97,7 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         told = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
         raise KernelsError(f"the kernels do not compile: {told} ({' '.join(command)})")
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def main() -> int:

@@ -63,6 +63,7 @@ class Fake:
             "malloc": 0x5000_0000_0000,
             "memset": None,
             "memcpy": None,
+            "memcpyAsync": None,
             "memGetInfo": (3 << 20, 80 << 30),
             "deviceGetAttribute": 1,
         }
@@ -76,6 +77,10 @@ class Fake:
                 raise CudaFailureError(self.failures["launch"])
             self.launched.append((name, grid, block, arguments))
 
+        # As a RawKernel's.
+        launch.num_regs, launch.shared_size_bytes = 56, 1024  # type: ignore[attr-defined]
+        launch.local_size_bytes, launch.max_threads_per_block = 8, 128  # type: ignore[attr-defined]
+        launch.kernel = types.SimpleNamespace(ptr=0xF00)  # type: ignore[attr-defined]
         return launch
 
     def module(self, path: str) -> Any:
@@ -84,10 +89,17 @@ class Fake:
             raise CudaFailureError(self.failures["RawModule"])
         return types.SimpleNamespace(get_function=self.kernel)
 
+    def event(self) -> Any:
+        """An event that notes how many kernels were launched before it: a "millisecond" each."""
+        event = types.SimpleNamespace(at=0, synchronize=self.answer("event", None))
+        event.record = lambda stream: setattr(event, "at", len(self.launched))
+        return event
+
     def stream(self, non_blocking: bool) -> Any:
         assert non_blocking
         stream = contextlib.nullcontext()
         stream.done = True  # type: ignore[attr-defined]
+        stream.ptr = 0xABC  # type: ignore[attr-defined]
         stream.synchronize = self.answer("synchronize", None)  # type: ignore[attr-defined]
         return stream
 
@@ -97,7 +109,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     fake = Fake()
     cupy: Any = types.ModuleType("cupy")
     cupy.RawModule = fake.module
-    cupy.cuda = types.SimpleNamespace(runtime=fake.runtime(), Stream=fake.stream)
+    cupy.cuda = types.SimpleNamespace(
+        runtime=fake.runtime(),
+        Stream=fake.stream,
+        Event=fake.event,
+        get_elapsed_time=lambda start, stop: stop.at - start.at,
+    )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # so that it is put back afterwards
     monkeypatch.delenv("CUDA_MODULE_LOADING")
@@ -227,6 +244,51 @@ def test_a_mistake_of_our_own_is_not_explained_away(fake: Fake, image: Path) -> 
     gpu = cuda.CupyGpu(kernels=image)
     with pytest.raises(TypeError):
         gpu.upload(0x1000, None)  # type: ignore[arg-type]
+
+
+# Measuring.
+
+
+def test_what_a_kernel_takes_is_its_machine_codes(fake: Fake, image: Path) -> None:
+    assert cuda.CupyGpu(kernels=image).resources("dp_echo") == (56, 1024, 8, 128)
+
+
+def test_the_driver_says_the_occupancy_where_cupy_can_ask(fake: Fake, image: Path) -> None:
+    gpu = cuda.CupyGpu(kernels=image)
+    assert gpu.resident_blocks("dp_echo", 128) is None
+    ask = fake.answer("occupancy", 16)
+    driver = types.SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=ask)
+    sys.modules["cupy"].cuda.driver = driver
+    assert gpu.resident_blocks("dp_echo", 128) == 16
+    assert fake.named("occupancy") == [(0xF00, 128, 0)]
+
+
+def test_a_time_is_of_the_work_and_not_of_what_came_before(fake: Fake, image: Path) -> None:
+    gpu = cuda.CupyGpu(kernels=image)
+    stream = gpu.stream()
+
+    def launch(times: int) -> None:
+        for _ in range(times):
+            stream.launch("dp_echo", 1, 1, 0x1000)
+
+    assert gpu.elapsed_us(stream, lambda: launch(3), lambda: launch(5)) == 3000
+    assert len(fake.launched) == 8
+
+
+def test_a_copy_goes_to_the_device_in_the_streams_order(fake: Fake, image: Path) -> None:
+    gpu = cuda.CupyGpu(kernels=image)
+    gpu.copy(gpu.stream(), 0x5000, 0x1000, 640)
+    assert fake.named("memcpyAsync") == [(0x5000, 0x1000, 640, 1, 0xABC)]
+
+
+def test_more_kernels_are_launched_by_name(fake: Fake, image: Path, tmp_path: Path) -> None:
+    gpu = cuda.CupyGpu(kernels=image)
+    gpu.more_kernels(tmp_path / "more.fatbin", ("dp_bench_read",))
+    assert fake.named("RawModule")[-1] == (str(tmp_path / "more.fatbin"),)
+    gpu.stream().launch("dp_bench_read", 1, 1, 0x1000)
+    assert fake.launched[-1][0] == "dp_bench_read"
+    fake.failures["RawModule"] = 209
+    assert "not built for this device" in refused(lambda: gpu.more_kernels(image, ("x",)))
 
 
 # Attaching.

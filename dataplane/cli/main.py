@@ -246,6 +246,11 @@ def _add_profile(commands: "Commands") -> None:
     parser.add_argument("--protocol", choices=("raw", "h3"), default="raw")
     parser.add_argument("--runtime", choices=("null", "echo"), help="default: null")
     _add_no_pump(parser, "run on aioquic alone")
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="the kernels instead: what each takes and, on a GPU, how long; no daemon, no load",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
 
 
@@ -358,6 +363,10 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    if options.gpu:
+        from dataplane.cli import profile_gpu
+
+        return profile_gpu.run(options.json)
     values = _values(options, _PROFILE_SETTINGS)
     from dataplane.cli.bench import Plan
     from dataplane.cli.profile import run

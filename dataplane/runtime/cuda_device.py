@@ -6,9 +6,9 @@ opened, not before: nothing else of this package needs it.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dataplane._native import ffi
 from dataplane.errors import DataplaneError
@@ -51,6 +51,44 @@ class Gpu(Protocol):
         """Return an array over memory of the device, which keeps `owner`."""
 
     def free_memory(self) -> int: ...
+
+
+class Resources(NamedTuple):
+    """What a kernel takes on this device, as its machine code says."""
+
+    registers: int
+    shared_bytes: int
+    local_bytes: int
+    """Stack and spills, a thread."""
+    most_threads: int
+
+
+class MeasuredGpu(Gpu, Protocol):
+    """A device that times what runs on it, for `dataplane profile --gpu` and the benches."""
+
+    name: str
+    capability: tuple[int, int]
+
+    def attribute(self, number: int) -> int:
+        """Return a `cudaDeviceAttr` of the device."""
+
+    def resources(self, kernel: str) -> Resources: ...
+    def resident_blocks(self, kernel: str, threads: int) -> int | None:
+        """How many blocks of it a multiprocessor holds at once; None where the driver cannot say"""
+
+    def elapsed_us(
+        self, stream: Stream, work: Callable[[], None], before: Callable[[], None]
+    ) -> float:
+        """Wait for `work`, which launches on the stream; how long it took, by the device.
+
+        `before` keeps the stream busy meanwhile: else the host's launches would be in the time.
+        """
+
+    def copy(self, stream: Stream, to: int, source: int, size: int) -> None:
+        """Have the stream copy from pinned memory of the host to the device's."""
+
+    def more_kernels(self, image: Path, names: tuple[str, ...]) -> None:
+        """Load kernels of another image, to be launched by name as the others are."""
 
 
 # CUDA, through CuPy.
@@ -196,13 +234,59 @@ class CupyGpu:
         with _explained("asking for the free memory"):
             return int(self._cuda.memGetInfo()[0])
 
+    # What is only measured with (MeasuredGpu).
+
+    def resources(self, kernel: str) -> Resources:
+        found = self.kernel(kernel)
+        with _explained(f"asking what {kernel} takes"):
+            return Resources(
+                int(found.num_regs),
+                int(found.shared_size_bytes),
+                int(found.local_size_bytes),
+                int(found.max_threads_per_block),
+            )
+
+    def resident_blocks(self, kernel: str, threads: int) -> int | None:
+        driver = getattr(self._cupy.cuda, "driver", None)
+        ask = getattr(driver, "occupancyMaxActiveBlocksPerMultiprocessor", None)
+        if ask is None:
+            return None
+        function = self.kernel(kernel).kernel
+        with _explained(f"asking for the occupancy of {kernel}"):
+            return int(ask(function.ptr, threads, 0))
+
+    def elapsed_us(
+        self, stream: Stream, work: Callable[[], None], before: Callable[[], None]
+    ) -> float:
+        assert isinstance(stream, _CupyStream)
+        cuda = self._cupy.cuda
+        before()
+        with _explained("timing a kernel"):
+            start, stop = cuda.Event(), cuda.Event()
+            start.record(stream.native)
+        work()
+        with _explained("a kernel on the device"):
+            stop.record(stream.native)
+            stop.synchronize()
+            return float(cuda.get_elapsed_time(start, stop)) * 1000
+
+    def copy(self, stream: Stream, to: int, source: int, size: int) -> None:
+        assert isinstance(stream, _CupyStream)
+        with _explained("copying to the device"):
+            self._cuda.memcpyAsync(to, source, size, 1, stream.native.ptr)
+
+    def more_kernels(self, image: Path, names: tuple[str, ...]) -> None:
+        with _explained(f"the kernels of {image} do not load on {self.name}"):
+            module = self._cupy.RawModule(path=str(image))
+            self._kernels.update({name: module.get_function(name) for name in names})
+
 
 class _CupyStream:
     def __init__(self, gpu: CupyGpu, stream: Any) -> None:
         import numpy as np
 
         self._gpu = gpu
-        self._stream = stream
+        self.native = stream
         self._address, self._number = np.uint64, np.uint32
         self._bound: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
@@ -215,13 +299,13 @@ class _CupyStream:
                 for position, value in enumerate(arguments)
             )
             bound = self._bound[kernel, arguments] = (self._gpu.kernel(kernel), values)
-        with _explained(f"launching {kernel}"), self._stream:
+        with _explained(f"launching {kernel}"), self.native:
             bound[0]((blocks,), (threads,), bound[1])
 
     def is_done(self) -> bool:
         with _explained("a kernel on the device"):
-            return bool(self._stream.done)
+            return bool(self.native.done)
 
     def wait(self) -> None:
         with _explained("a kernel on the device"):
-            self._stream.synchronize()
+            self.native.synchronize()
