@@ -227,9 +227,9 @@ def memlock(limit: int) -> Finding:
 
 def _runtimes() -> Iterator[Finding]:
     yield _small_model()
-    yield _package("torch", ("torch",), "smollm2-torch", "pip install 'dataplane[torch]'")
+    yield _package("torch", ("torch",), "smollm2-torch", "pip install -e '.[torch]'")
     cupy = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-    remedy = "pip install 'dataplane[cuda13]', or [cuda12] for an older driver"
+    remedy = "pip install -e '.[cuda13]', or [cuda12] for an older driver"
     yield _package("CuPy", cupy, "runtimes on CUDA", remedy)
     yield _kernels(_kernels_file())
 

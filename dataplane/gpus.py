@@ -127,7 +127,7 @@ def _without_nvml(driver_file: Path) -> Gpus:
         return _ask_cupy()
     return Gpus(
         missing="there is an NVIDIA driver, but nvidia-ml-py, which asks it, is not installed",
-        remedy="pip install 'dataplane[gpu]'",
+        remedy="pip install -e '.[gpu]'",
     )
 
 
@@ -225,7 +225,7 @@ def _ask_cupy() -> Gpus:
         told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         return Gpus(
             missing=f"CuPy cannot list the devices: {' '.join(told)}",
-            remedy="pip install 'dataplane[gpu]', and see what `nvidia-smi` says",
+            remedy="pip install -e '.[gpu]', and see what `nvidia-smi` says",
         )
     version = int(found["cuda"])
     devices = [

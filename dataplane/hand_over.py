@@ -166,14 +166,15 @@ class HandOver:
             self._quiet = True
             pump.close(handle, b"")
             return
-        path = private.path_in_use(quic)
-        if path != self._path:
-            (before, _), self._path = self._path, path
-            pump.set_path(handle, path[0], path[1], not _is_rebinding(before, path[0]))
+        # First: what goes out on a new path never carries the old path's ID (RFC 9000 section 9.5).
         cid = private.peer_cid(quic)
         if cid != self._peer_cid:
             self._peer_cid = cid
             pump.set_peer_cid(handle, cid)
+        path = private.path_in_use(quic)
+        if path != self._path:
+            (before, _), self._path = self._path, path
+            pump.set_path(handle, path[0], path[1], not _is_rebinding(before, path[0]))
         cids = private.host_cids(quic)
         if cids != self._cids:
             for gone in self._cids - cids:

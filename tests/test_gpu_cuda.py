@@ -139,7 +139,7 @@ def refused(make: Any) -> str:
 
 def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert "pip install 'dataplane[cuda13]'" in refused(cuda.CupyGpu)
+    assert "pip install -e '.[cuda13]'" in refused(cuda.CupyGpu)
 
 
 @pytest.mark.parametrize(

@@ -198,5 +198,5 @@ def test_without_cuda_the_bundled_runtime_says_what_is_missing(tmp_path: Path) -
     line = command(tmp_path, "--runtime=cuda-echo")
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "pip install 'dataplane[cuda13]'" in done.stderr or "driver" in done.stderr
+    assert "pip install -e '.[cuda13]'" in done.stderr or "driver" in done.stderr
     assert "cuda-echo ended with status 1 before it was ready" in done.stderr

@@ -88,7 +88,7 @@ def test_without_nvml_the_drivers_file_says_whether_there_is_one(
     found = look(driver_file=there)
     assert found.missing is not None
     assert "nvidia-ml-py, which asks it, is not installed" in found.missing
-    assert found.remedy == "pip install 'dataplane[gpu]'"
+    assert found.remedy == "pip install -e '.[gpu]'"
 
 
 @pytest.mark.usefixtures("no_nvml")

@@ -23,6 +23,7 @@ from fake_daemon import (
 
 from dataplane.client import read_ca
 from dataplane.errors import UnavailableError
+from dataplane.http3 import Http3
 from dataplane.identity import load_identity
 from dataplane.load import Load, Server
 from dataplane.load import loop as load_module
@@ -329,6 +330,143 @@ def test_another_dialogue_gets_the_bytes_itself(fake: Faking) -> None:
         assert not load.native
         assert load.run(3, 1).by_status == {"200": 3}
     assert sum(taken) == 3 * len(whole_answer([1, 2, 3]))
+
+
+# ---------------------------------------------------------------- HTTP/3
+
+
+def h3_load_of(fake: FakeDaemon, connections: int = 1) -> Load:
+    """A load in HTTP/3, whatever the fake daemon calls what it speaks."""
+    _, dialogue = dialogues("h3", "127.0.0.1", IDS, 0)
+    server = Server(("127.0.0.1", fake.port), read_ca(fake.ca))
+    return Load(server, ALPN, dialogue, connections)
+
+
+def h3_head(*fields: tuple[bytes, bytes]) -> bytes:
+    return Http3(is_client=False).encode_headers(0, list(fields))
+
+
+def h3_frame(kind: int, payload: bytes) -> bytes:
+    assert len(payload) < 64
+    return bytes((kind, len(payload))) + payload
+
+
+TIMED = h3_head((b":status", b"200"), (b"server-timing", b"queue;dur=1.5, ingress;dur=0.063"))
+INTERIM = h3_head((b":status", b"103"), (b"link", b"</a>"))
+BODY = whole_answer([1, 2, 3])[32:]
+
+
+async def behave_in_h3(stream: Stream) -> None:
+    """As `behave`, with frames of many kinds that come in many pieces."""
+    place = stream.number // 4 % 5
+    if place == 3:
+        stream.send(h3_head((b":status", b"429")) + h3_frame(0, b"every slot"), fin=True)
+    elif place == 4:
+        stream.send(TIMED)
+        stream.reset(1)
+    else:
+        frames = [INTERIM, h3_frame(0x21, b"later"), TIMED]
+        frames += [h3_frame(0, BODY[:5]), h3_frame(0, b""), h3_frame(0, BODY[5:])]
+        answer = b"".join(frames)
+        step = (1, 7, len(answer))[place]
+        for at in range(0, len(answer), step):
+            stream.send(answer[at : at + step], fin=at + step >= len(answer))
+
+
+@pytest.mark.parametrize(("connections", "streams"), [(1, 1), (1, 7), (4, 2)])
+def test_every_h3_request_is_accounted_for(
+    fake: Faking, engine: str, connections: int, streams: int
+) -> None:
+    daemon = fake(behave_in_h3)
+    with h3_load_of(daemon, connections) as load:
+        assert load.native == (engine == "pump")
+        load.connect()
+        outcome = load.run(50 * connections, streams)
+        again = load.run(5 * connections, streams)
+    if connections == 1:
+        assert outcome.by_status == {"200": 30, "429": 10, "reset": 10}
+        assert again.by_status == {"200": 3, "429": 1, "reset": 1}
+    assert sum(outcome.by_status.values()) == 50 * connections
+    whole = outcome.by_status["200"] + outcome.by_status["429"]
+    assert len(outcome.totals_us) == whole
+    assert len(outcome.verdicts_us) >= whole  # A reset may overtake its verdict.
+    assert set(outcome.ingress_us) == {INGRESS_US}
+    assert len(outcome.ingress_us) >= outcome.by_status["200"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"", "without a status|without a response"),
+        (TIMED[:-1], "inside a frame|within a frame"),
+        (TIMED + h3_frame(0, BODY)[:-1], "inside a frame|within a frame"),
+        (h3_frame(0, BODY), "type 0x0 came|DATA before HEADERS"),
+        (TIMED + h3_frame(4, b""), "type 0x4 came|no request stream may have"),
+        (h3_head((b"vary", b"a")), "no answer's|no HTTP/3 message"),
+        (h3_head((b":status", b"2x0")), "no answer's|no HTTP/3 message"),
+        (h3_head((b":status", b"101")), "no status 101|no HTTP/3 message"),
+        (h3_frame(1, b"\0\0\x80"), "no answer's|cannot be decompressed"),
+        (TIMED + h3_frame(0, BODY[4:]), "counts 3 ids; 8 bytes came"),
+        (TIMED, "ended without its trailer"),
+    ],
+)
+def test_an_h3_answer_that_is_none_ends_the_run(fake: Faking, answer: bytes, words: str) -> None:
+    async def give(stream: Stream) -> None:
+        stream.send(answer, fin=True)
+
+    daemon = fake(give)
+    with h3_load_of(daemon) as load:
+        load.connect()
+        with pytest.raises(ProtocolError, match=words):
+            load.run(3, 1)
+
+
+def test_a_connection_that_goes_away_begins_no_more(fake: Faking) -> None:
+    """The first of two does so within its third request, in pieces."""
+    begun: dict[Any, int] = {}
+
+    async def answer_until(stream: Stream) -> None:
+        connection = stream._protocol
+        begun[connection] = begun.get(connection, 0) + 1
+        if connection is daemon.connections[0] and begun[connection] == 3:
+            for byte in b"\0\4\0\x21\1\7\x07\1\x08":
+                connection._quic.send_stream_data(3, bytes((byte,)))
+                connection.transmit()
+            await asyncio.sleep(0.05)
+        stream.send(TIMED + h3_frame(0, BODY), fin=True)
+
+    daemon = fake(answer_until)
+    with h3_load_of(daemon, connections=2) as load:
+        load.connect()
+        assert load.run(40, 1).by_status == {"200": 40}
+    assert [begun[connection] for connection in daemon.connections] == [3, 37]
+
+
+def h3_load_on(served: Any, ids: bytes, max_output: int) -> Load:
+    alpn, dialogue = dialogues("h3", "127.0.0.1", ids, max_output)
+    return Load(Server(("127.0.0.1", served.port), read_ca(served.ca)), alpn, dialogue, 2)
+
+
+def test_a_daemon_answers_h3(daemon: StartDaemon, engine: str) -> None:
+    """Short answers, and longer ones than a packet to requests that are longer than the window."""
+    served = daemon("--runtime=echo", "--context=40000", "--max-output=5000")
+    for ids, output, requests in ((IDS, 8, 300), (struct.pack("<40000I", *range(40_000)), 5000, 6)):
+        with h3_load_on(served, ids, output) as load:
+            assert load.native == (engine == "pump")
+            load.connect()
+            outcome = load.run(requests, 3)
+        assert outcome.by_status == {"200": requests}
+        assert len(outcome.ingress_us) == len(outcome.totals_us) == requests
+        assert 0 < max(outcome.ingress_us) < max(outcome.verdicts_us)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_daemon_refuses_h3(daemon: StartDaemon) -> None:
+    with h3_load_on(daemon("--runtime=none"), IDS, 8) as load:
+        load.connect()
+        outcome = load.run(100, 4)
+    assert outcome.by_status == {"503": 100}
+    assert (len(outcome.verdicts_us), len(outcome.ingress_us)) == (100, 0)
 
 
 # ---------------------------------------------------------------- nobody there

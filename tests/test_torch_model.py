@@ -24,8 +24,8 @@ from dataplane.model import ModelError, ModelFiles
 from dataplane.runtime import Finish
 from dataplane.runtime.llama import LlamaBatcher
 
-torch = pytest.importorskip("torch", reason="no PyTorch: pip install 'dataplane[smollm2,torch]'")
-gguf = pytest.importorskip("gguf", reason="no gguf: pip install 'dataplane[smollm2,torch]'")
+torch = pytest.importorskip("torch", reason="no PyTorch: pip install -e '.[smollm2,torch]'")
+gguf = pytest.importorskip("gguf", reason="no gguf: pip install -e '.[smollm2,torch]'")
 
 from dataplane.runtime import gguf_weights, sampling, smollm2_torch  # noqa: E402
 from dataplane.runtime.gguf_weights import Shape, Weights  # noqa: E402
@@ -812,4 +812,4 @@ def test_a_missing_pytorch_is_named_with_its_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, "dataplane.runtime.smollm2_torch", None)
     assert main(["runtime", "smollm2-torch", "--socket=/a.sock"]) == 2
-    assert re.search(r"pip install 'dataplane\[smollm2,torch\]'", capsys.readouterr().err)
+    assert re.search(r"pip install -e '\.\[smollm2,torch\]'", capsys.readouterr().err)

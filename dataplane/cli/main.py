@@ -482,7 +482,7 @@ def _runtime_smollm2_torch(options: argparse.Namespace) -> int:
     try:
         from dataplane.runtime.smollm2_torch import main as smollm2_torch
     except ImportError as error:
-        raise UsageError(f"{error}: pip install 'dataplane[smollm2,torch]'") from error
+        raise UsageError(f"{error}: pip install -e '.[smollm2,torch]'") from error
 
     return _run_model(options, "smollm2-torch", smollm2_torch)
 

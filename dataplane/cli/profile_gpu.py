@@ -294,7 +294,7 @@ def _measured(
 def torch_step() -> dict[str, Any]:
     """Return the time and the rate of a decode step of SmolLM2 over all slots, or why not."""
     if importlib.util.find_spec("torch") is None:
-        return {"waived": "PyTorch is not installed: pip install 'dataplane[torch]'"}
+        return {"waived": "PyTorch is not installed: pip install -e '.[torch]'"}
     import torch
 
     if not torch.cuda.is_available():

@@ -6,11 +6,11 @@ request, and what is measured would be them. The rules that hold here:
 
 - One thread, one epoll. What is read in one go is acted on connection by connection; each sends
   once for all that happened on it, with the time of now.
-- With the packet pump, `prompt/1` is the native generator's: once the handshakes are complete the
-  pump's thread has the sockets and the requests, and this loop waits for the end and does what is
-  left to the connections' control plane. Everything else (HTTP/3, and what a caller makes of
-  answers) runs here, on connections whose packets are the pump's. `pump=False` runs on aioquic
-  alone, and is what the pump is compared with.
+- With the packet pump, both protocols are the native generator's: once the handshakes are complete
+  the pump's thread has the sockets and the requests, and this loop waits for the end and does what
+  is left to the connections' control plane. What a caller makes of answers (a dialogue of its own)
+  runs here, on connections whose packets are the pump's. `pump=False` runs on aioquic alone, and is
+  what the pump is compared with.
 - A request is counted once, whatever becomes of it; a run ends when all are.
 - When nothing is answered for `stall_s`, the run ends in words instead of waiting.
 """
@@ -33,9 +33,9 @@ from dataplane.client.transport import Hub, PumpTransport, Transport
 from dataplane.config import Address, format_address
 from dataplane.errors import UnavailableError
 from dataplane.load.link import Link
-from dataplane.load.native import UNREACHABLE, NativeRun
+from dataplane.load.native import H3, RAW, UNREACHABLE, NativeRun
 from dataplane.load.tally import LOST, Outcome, Schedule, Tally
-from dataplane.load.wire import Dialogue, RawDialogue
+from dataplane.load.wire import Dialogue, H3Dialogue, RawDialogue
 from dataplane.pump import DATAGRAM, FRONT_EVENTS, FRONT_LOAD, PATH_BYTES, Event
 
 STALL_S = 10.0
@@ -51,6 +51,8 @@ _SPIN_S = 0.0001
 """The last stretch before a request is due is not slept: waking takes about as long."""
 
 _BUFFER = 1 << 20
+_NATIVE: dict[type, int] = {RawDialogue: RAW, H3Dialogue: H3}
+"""What the native generator speaks itself."""
 
 Progress = Callable[[int], None]
 
@@ -113,8 +115,12 @@ class Load:
         self._gso = gso
         # A dialogue that somebody derived from it makes something else of the answers.
         probe = dialogue()
-        self.native = pump and type(probe) is RawDialogue
+        protocol = _NATIVE.get(type(probe))
+        self.native = self._hub is not None and protocol is not None
         self._request = ffi.from_buffer("uint8_t[]", probe.request)
+        if self._hub is not None and protocol is not None:
+            native = self._hub.pump.native
+            lib.dp_load_request(native, self._request, len(self._request), protocol)
         self._numbered: list[Link] = []  # by the number of their sockets in the pump
         self._told: dict[Link, None] = {}
         self._timers: list[tuple[float, int, Link]] = []
@@ -206,7 +212,6 @@ class Load:
     def _start_thread(self, hub: Hub) -> None:
         """Give the sockets to the pump's thread."""
         pump = hub.pump
-        lib.dp_load_request(pump.native, self._request, len(self._request))
         for number, link in enumerate(self._numbered):
             if link.lost is not None:
                 raise UnavailableError(link.lost)

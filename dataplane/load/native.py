@@ -15,6 +15,8 @@ from dataplane.load.tally import LOST, RESET, Outcome
 from dataplane.prompt1 import VERDICT_MAGIC, ProtocolError, decode_verdict
 
 UNREACHABLE: int = lib.DP_EVENT_UNREACHABLE
+RAW: int = lib.DP_LOAD_RAW
+H3: int = lib.DP_LOAD_H3
 _FAILURES = {lib.DP_LOAD_RESET: RESET, lib.DP_LOAD_LOST: LOST}
 _NS = 1e9
 
@@ -92,6 +94,14 @@ def _explain(at: Any) -> NoReturn:
         raise ProtocolError(f"a verdict's status is {at.broken_b}")
     if at.why == lib.DP_LOAD_SHORT:
         raise ProtocolError("an answer ended inside its verdict")
+    if at.why == lib.DP_LOAD_CUT:
+        raise ProtocolError("an answer ended inside a frame or without a status")
+    if at.why == lib.DP_LOAD_FRAME:
+        raise ProtocolError(f"a frame of type {at.broken_a:#x} came where none may")
+    if at.why == lib.DP_LOAD_FIELDS:
+        raise ProtocolError(f"a field section of {at.broken_a} bytes is no answer's")
+    if at.why == lib.DP_LOAD_STATUS:
+        raise ProtocolError(f"HTTP/3 has no status {at.broken_a}")
     if at.why == lib.DP_LOAD_TRAILER:
         raise ProtocolError("an answer ended without its trailer")
     raise ProtocolError(f"a trailer counts {at.broken_a} ids; {at.broken_b} bytes came")

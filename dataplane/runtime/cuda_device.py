@@ -147,7 +147,7 @@ class CupyGpu:
             import cupy
         except ImportError as error:
             raise CudaError(
-                "CuPy is not installed: pip install 'dataplane[cuda13]', or [cuda12] for an older"
+                "CuPy is not installed: pip install -e '.[cuda13]', or [cuda12] for an older"
                 f" driver ({error})"
             ) from error
         self._cupy = cupy

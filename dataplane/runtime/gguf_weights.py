@@ -25,7 +25,7 @@ _ARCHITECTURE = "llama"
 # out, or say "none", where plain rotary positions are meant.
 _SCALING = "llama.rope.scaling.type"
 
-GGUF_MISSING = "reading the weights needs gguf: pip install 'dataplane[torch]'"
+GGUF_MISSING = "reading the weights needs gguf: pip install -e '.[torch]'"
 
 
 @dataclass(frozen=True, slots=True)

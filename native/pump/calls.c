@@ -59,8 +59,7 @@ int dp_pump_inject(struct dp_pump *pump, uint64_t connection, const uint8_t *dat
     memcpy(&from, path, sizeof from);
     memcpy(copy, datagram, size);
     pump->now = now;
-    int taken =
-        entry->failed ? DP_BROKEN : dp_conn_receive(entry->conn, copy, size, &from, now, at_ns);
+    int taken = dp_pump_deliver(pump, entry, copy, size, &from, at_ns);
     dp_pump_unlock(pump);
     return taken;
 }

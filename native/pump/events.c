@@ -17,6 +17,8 @@
 /* Bytes of streams that were broken off, which Python had not read yet. Beyond it they are lost, as
  * they may be (RFC 9000 section 3.2). */
 #define COPIED_MAX (1 << 20)
+/* Of one event, so that a take (DP_EVENT_TAKE) has room for it. */
+#define PIECE (DP_EVENT_TAKE / 4)
 
 /* Bits of dp_stream.app_state, which leaves the lower ones to the front that had it before. While
  * QUEUED, `app` is the stream's node. */
@@ -255,26 +257,38 @@ static void mark(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream 
     node->event.at_ns = dp_conn_at_ns(entry->conn);
 }
 
-/* The stream is not there much longer: keep what Python has not read of it, in its place. */
+/* A copy of bytes that Python has not read, behind `before`. NULL: no memory. */
+static struct dp_event_node *copy(struct dp_pump *pump, struct dp_event_node *before,
+                                  const struct dp_pump_event *event, const uint8_t *bytes,
+                                  size_t size) {
+    struct dp_event_node *node = new_node(pump->events, size);
+    if (!node)
+        return NULL;
+    node->event = *event;
+    node->event.size = (uint32_t)size;
+    if (size)
+        memcpy(node->bytes, bytes, size);
+    insert(pump->events, before->told, before, node);
+    return node;
+}
+
+/* The stream is not there much longer: keep what Python has not read of it, in its place, in pieces
+ * that a take has room for. */
 static void keep(struct dp_pump *pump, struct dp_stream *stream) {
     if (!(stream->app_state & QUEUED))
         return;
-    struct dp_event_node *mark = stream->app;
-    struct dp_told *told = mark->told;
+    struct dp_event_node *mark = stream->app, *last = mark;
     size_t length;
     bool fin;
     const uint8_t *bytes = look(stream, &length, &fin);
-    struct dp_event_node *copy = NULL;
-    if ((length || fin) && told->bytes + length <= COPIED_MAX)
-        copy = new_node(pump->events, length);
-    if (copy) {
-        uint32_t size = copy->event.size;
-        copy->event = mark->event;
-        copy->event.size = size;
-        copy->event.flags = fin;
-        if (length)
-            memcpy(copy->bytes, bytes, length);
-        insert(pump->events, told, mark, copy);
+    if ((length || fin) && mark->told->bytes + length <= COPIED_MAX) {
+        struct dp_pump_event event = mark->event;
+        for (size_t at = 0; last && (at < length || (fin && !length && at == 0));) {
+            size_t piece = length - at < PIECE ? length - at : PIECE;
+            event.flags = fin && at + piece == length;
+            last = copy(pump, last, &event, bytes + at, piece);
+            at += piece ? piece : 1;
+        }
     }
     drop(pump->events, mark);
 }

@@ -130,9 +130,9 @@ void dp_pump_unset_timer(struct dp_pump *pump, struct dp_entry *entry);
 /* All of these hold the lock. */
 struct dp_entry *dp_pump_entry(struct dp_pump *pump, uint64_t handle);
 struct dp_entry *dp_pump_route_of(struct dp_pump *pump, const uint8_t *cid, uint32_t bytes);
-/* Hand a datagram to its connection; it is opened in place. */
-void dp_pump_deliver(struct dp_pump *pump, struct dp_entry *entry, uint8_t *datagram, size_t size,
-                     const struct dp_path *path, int64_t at_ns);
+/* Hand a datagram to its connection; it is opened in place. What dp_conn_receive says. */
+int dp_pump_deliver(struct dp_pump *pump, struct dp_entry *entry, uint8_t *datagram, size_t size,
+                    const struct dp_path *path, int64_t at_ns);
 /* Let every timer that is due fire, connections' and fronts'. */
 void dp_pump_run_timers(struct dp_pump *pump);
 /* When the next one is due, INT64_MAX for none. */

@@ -1,30 +1,17 @@
-/* The load generator: who may begin a request, when, and what came back for it.
+/* The load generator: who may begin a request, when, what came back for it, and whether that is an
+ * answer of `prompt/1`.
  *
- * Everything is called under the pump's lock. A request in flight is one struct exchange, out of
- * the pump's pool, that its stream carries; it ends once: by its end, a reset, its connection's
- * going, or because what came is no answer. Times count from the moment that a request was due,
- * however late it begins, so that what a slow server makes wait shows (coordinated omission). */
-#include "load.h"
-
+ * Everything is called under the pump's lock. A request in flight is one struct dp_load_exchange,
+ * out of the pump's pool, that its stream carries; it ends once: by its end, a reset, its
+ * connection's going, or because what came is no answer. Times count from the moment that a request
+ * was due, however late it begins, so that what a slow server makes wait shows (coordinated
+ * omission). */
 #include <string.h>
 
-#include "inside.h"
-
-#define VERDICT_BYTES 32
-#define END_BYTES     20 /* the end mark and the trailer */
-#define OK            200
+#include "load_inside.h"
 
 static const uint8_t magic[4] = {'D', 'P', 'V', '1'};
 static const uint8_t end_mark[4] = {0xff, 0xff, 0xff, 0xff};
-
-struct exchange {
-    int64_t began_ns;
-    uint64_t body_bytes; /* behind the verdict */
-    uint16_t status;     /* 0: the verdict is not whole */
-    uint8_t have;        /* of `head`, or of `tail` */
-    uint8_t head[VERDICT_BYTES];
-    uint8_t tail[END_BYTES]; /* the last bytes, which may be the end */
-};
 
 /* A connection. Those with room for a request stand in line, so that they take turns. */
 struct link {
@@ -39,6 +26,7 @@ struct link {
 struct dp_load {
     const uint8_t *request;
     uint32_t size;
+    uint32_t protocol;
     bool running;
     struct dp_load_run run;
     struct dp_load_progress at;
@@ -95,7 +83,7 @@ static void count_end(struct dp_pump *pump, uint16_t status) {
 }
 
 static void release(struct dp_pump *pump, struct link *link, struct dp_stream *stream) {
-    dp_pool_give(pump->pool, stream->app, sizeof(struct exchange));
+    dp_pool_give(pump->pool, stream->app, sizeof(struct dp_load_exchange));
     stream->app = NULL;
     link->in_flight--;
 }
@@ -144,47 +132,48 @@ static uint32_t u32(const uint8_t *bytes) {
            (uint32_t)bytes[3] << 24;
 }
 
-/* What came is no answer. The first such is kept, for words to be made of it. */
-static void broke(struct dp_pump *pump, uint32_t why, uint64_t a, uint64_t b) {
+bool dp_load_broke(struct dp_pump *pump, uint32_t why, uint64_t a, uint64_t b) {
     struct dp_load_progress *at = &pump->load->at;
     if (at->broken++)
-        return;
+        return false;
     at->why = why;
     at->broken_a = a;
     at->broken_b = b;
     tell(pump);
+    return false;
+}
+
+void dp_load_verdict(struct dp_pump *pump, struct dp_load_exchange *exchange, uint16_t status,
+                     uint32_t ingress_us) {
+    struct dp_load *load = pump->load;
+    exchange->status = status;
+    exchange->have = 0;
+    load->run.verdict_ns[load->at.verdicts++] = pump->now - exchange->began_ns;
+    if (status == DP_LOAD_OK && ingress_us != DP_LOAD_UNSTATED)
+        load->run.ingress_us[load->at.ingresses++] = ingress_us;
 }
 
 /* The verdict is whole: contract 3 has its layout. */
-static bool take_verdict(struct dp_pump *pump, struct exchange *exchange) {
-    struct dp_load *load = pump->load;
+static bool take_verdict(struct dp_pump *pump, struct dp_load_exchange *exchange) {
     const uint8_t *head = exchange->head;
     uint16_t status = (uint16_t)(head[4] | head[5] << 8);
     /* A status that stands for none of the answers would pass for one of the load's own. */
-    if (memcmp(head, magic, sizeof magic) != 0 || status <= DP_LOAD_NONE) {
-        broke(pump, DP_LOAD_MAGIC, u32(head), status);
-        return false;
-    }
-    exchange->status = status;
-    exchange->have = 0;
-    int64_t took = pump->now - exchange->began_ns;
-    load->run.verdict_ns[load->at.verdicts++] = took;
-    if (status == OK)
-        load->run.ingress_us[load->at.ingresses++] = u32(head + 20);
+    if (memcmp(head, magic, sizeof magic) != 0 || status <= DP_LOAD_NONE)
+        return dp_load_broke(pump, DP_LOAD_MAGIC, u32(head), status);
+    dp_load_verdict(pump, exchange, status, u32(head + 20));
     return true;
 }
 
-/* Count what came behind the verdict, and keep what may be the end. */
-static void take_body(struct exchange *exchange, const uint8_t *bytes, size_t length) {
+void dp_load_body(struct dp_load_exchange *exchange, const uint8_t *bytes, size_t length) {
     exchange->body_bytes += length;
-    if (length >= END_BYTES) {
-        memcpy(exchange->tail, bytes + length - END_BYTES, END_BYTES);
-        exchange->have = END_BYTES;
+    if (length >= DP_LOAD_END_BYTES) {
+        memcpy(exchange->tail, bytes + length - DP_LOAD_END_BYTES, DP_LOAD_END_BYTES);
+        exchange->have = DP_LOAD_END_BYTES;
         return;
     }
     size_t kept = exchange->have;
-    if (kept + length > END_BYTES) {
-        size_t gone = kept + length - END_BYTES;
+    if (kept + length > DP_LOAD_END_BYTES) {
+        size_t gone = kept + length - DP_LOAD_END_BYTES;
         memmove(exchange->tail, exchange->tail + gone, kept - gone);
         kept -= gone;
     }
@@ -193,62 +182,77 @@ static void take_body(struct exchange *exchange, const uint8_t *bytes, size_t le
     exchange->have = (uint8_t)(kept + length);
 }
 
-/* The stream is over: whether the answer is whole. */
-static bool take_end(struct dp_pump *pump, const struct exchange *exchange) {
-    if (!exchange->status) {
-        broke(pump, DP_LOAD_SHORT, 0, 0);
-        return false;
-    }
-    if (exchange->status != OK)
+bool dp_load_whole(struct dp_pump *pump, const struct dp_load_exchange *exchange) {
+    if (!exchange->status)
+        return dp_load_broke(pump, DP_LOAD_SHORT, 0, 0);
+    if (exchange->status != DP_LOAD_OK)
         return true;
-    if (exchange->have < END_BYTES || memcmp(exchange->tail, end_mark, sizeof end_mark) != 0) {
-        broke(pump, DP_LOAD_TRAILER, 0, 0);
-        return false;
-    }
+    if (exchange->have < DP_LOAD_END_BYTES ||
+        memcmp(exchange->tail, end_mark, sizeof end_mark) != 0)
+        return dp_load_broke(pump, DP_LOAD_TRAILER, 0, 0);
     /* Behind the mark: finish reason, prompt tokens, output tokens, 0. */
-    uint64_t counted = u32(exchange->tail + 12), came = exchange->body_bytes - END_BYTES;
+    uint64_t counted = u32(exchange->tail + 12), came = exchange->body_bytes - DP_LOAD_END_BYTES;
     if (counted * 4 == came)
         return true;
-    broke(pump, DP_LOAD_COUNT, counted, came);
-    return false;
+    return dp_load_broke(pump, DP_LOAD_COUNT, counted, came);
 }
 
 /* Whether the bytes can be an answer's. */
-static bool judge(struct dp_pump *pump, struct exchange *exchange, const uint8_t *bytes,
+static bool judge(struct dp_pump *pump, struct dp_load_exchange *exchange, const uint8_t *bytes,
                   size_t length, bool fin) {
     if (!exchange->status) {
-        size_t wanted = (size_t)VERDICT_BYTES - exchange->have;
+        size_t wanted = (size_t)DP_LOAD_VERDICT_BYTES - exchange->have;
         size_t taken = length < wanted ? length : wanted;
         if (taken)
             memcpy(exchange->head + exchange->have, bytes, taken);
         exchange->have = (uint8_t)(exchange->have + taken);
         bytes += taken;
         length -= taken;
-        if (exchange->have == VERDICT_BYTES && !take_verdict(pump, exchange))
+        if (exchange->have == DP_LOAD_VERDICT_BYTES && !take_verdict(pump, exchange))
             return false;
     }
     if (exchange->status)
-        take_body(exchange, bytes, length);
-    return !fin || take_end(pump, exchange);
+        dp_load_body(exchange, bytes, length);
+    return !fin || dp_load_whole(pump, exchange);
+}
+
+/* Bytes that answer nothing: on a stream of the server's own, or for a run that was stopped. */
+static size_t take_other(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
+                         const uint8_t *bytes, size_t length, bool fin) {
+    bool goes_away = false;
+    if (pump->load->protocol != DP_LOAD_H3 || !(stream->id & DP_STREAM_IS_UNI) || !length)
+        return length;
+    size_t taken = dp_load_h3_other(stream, bytes, length, &goes_away);
+    if (goes_away && entry->own) {
+        mark_unusable(pump, entry->own);
+        abandon_unless_usable(pump);
+    }
+    return fin ? length : taken;
 }
 
 static size_t on_data(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
                       const uint8_t *bytes, size_t length, bool fin) {
-    struct exchange *exchange = stream->app;
+    struct dp_load_exchange *exchange = stream->app;
     if (!exchange)
-        return length; /* it answers nothing, or its run was stopped */
+        return take_other(pump, entry, stream, bytes, length, fin);
     struct dp_load *load = pump->load;
+    size_t taken = length;
     load->moved_ns = pump->now;
-    if (!judge(pump, exchange, bytes, length, fin)) {
+    bool sound = load->protocol == DP_LOAD_H3
+                     ? dp_load_h3_judge(pump, exchange, bytes, length, fin, &taken)
+                     : judge(pump, exchange, bytes, length, fin);
+    if (!sound) {
         end(pump, entry->own, stream, DP_LOAD_NONE);
         if (!fin)
             dp_conn_stop(entry->conn, stream, 0);
-    } else if (fin) {
+        return length;
+    }
+    if (fin) {
         uint16_t status = exchange->status;
         load->run.total_ns[load->at.totals++] = pump->now - exchange->began_ns;
         end(pump, entry->own, stream, status);
     }
-    return length;
+    return taken;
 }
 
 static void on_reset(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
@@ -321,7 +325,7 @@ static int64_t due_ns(const struct dp_load *load) {
 static bool begin(struct dp_pump *pump, struct link *link, int64_t began_ns) {
     struct dp_load *load = pump->load;
     struct dp_conn *conn = link->entry->conn;
-    struct exchange *exchange = dp_pool_take(pump->pool, sizeof *exchange, NULL);
+    struct dp_load_exchange *exchange = dp_pool_take(pump->pool, sizeof *exchange, NULL);
     if (!exchange)
         return false;
     struct dp_stream *stream = dp_conn_open(conn, false);
@@ -330,9 +334,9 @@ static bool begin(struct dp_pump *pump, struct link *link, int64_t began_ns) {
         return false;
     }
     exchange->began_ns = began_ns;
-    exchange->body_bytes = 0;
+    exchange->body_bytes = exchange->left = 0;
     exchange->status = 0;
-    exchange->have = 0;
+    exchange->have = exchange->part = 0;
     stream->app = exchange;
     link->in_flight++;
     load->at.begun++;
@@ -391,12 +395,14 @@ void dp_load_free(struct dp_pump *pump) {
 
 /* What Python calls --------------------------------------------------------------------------- */
 
-int dp_load_request(struct dp_pump *pump, const uint8_t *request, uint32_t size) {
+int dp_load_request(struct dp_pump *pump, const uint8_t *request, uint32_t size,
+                    uint32_t protocol) {
     dp_pump_lock(pump);
     struct dp_load *load = load_of(pump);
     if (load) {
         load->request = request;
         load->size = size;
+        load->protocol = protocol;
     }
     dp_pump_unlock(pump);
     return load ? 0 : -1;

@@ -1,8 +1,9 @@
-/* The load generator's half of the pump: `prompt/1` requests that are all alike, sent and judged in
- * C, timed by CLOCK_MONOTONIC. This header is also a cdef.
+/* The load generator's half of the pump: requests of `prompt/1` or HTTP/3 that are all alike, sent
+ * and judged in C, timed by CLOCK_MONOTONIC. This header is also a cdef.
  *
- * An answer that is none (no verdict, no trailer, a trailer that counts other ids than came) is
- * counted as broken, so that a server cannot look fast by answering rubbish. */
+ * An answer that is none (no verdict, no trailer, a trailer that counts other ids than came; frames
+ * or fields that HTTP/3 does not allow) is counted as broken, so that a server cannot look fast by
+ * answering rubbish. */
 #ifndef DP_LOAD_H
 #define DP_LOAD_H
 
@@ -14,6 +15,12 @@ enum dp_load_event {
     DP_EVENT_LOAD = 11,
     /* Nobody listens where a connected socket sends to; `number` says which socket. */
     DP_EVENT_UNREACHABLE = 12,
+};
+
+/* What the requests and the answers are. */
+enum dp_load_protocol {
+    DP_LOAD_RAW = 0,
+    DP_LOAD_H3 = 1, /* the control stream and QPACK's are Python's to open */
 };
 
 /* What dp_load_run.status says of a request that had no whole answer; else it is the verdict's. */
@@ -29,6 +36,11 @@ enum dp_load_broken {
     DP_LOAD_SHORT = 2,   /* it ended inside its verdict */
     DP_LOAD_TRAILER = 3, /* it ended without its trailer */
     DP_LOAD_COUNT = 4,   /* a: ids that the trailer counts; b: bytes of ids that came */
+    /* HTTP/3's. */
+    DP_LOAD_CUT = 5,    /* it ended inside a frame, or without a status */
+    DP_LOAD_FRAME = 6,  /* a: the type of a frame that may not come there */
+    DP_LOAD_FIELDS = 7, /* a field section that cannot be read, or has no status; a: its bytes */
+    DP_LOAD_STATUS = 8, /* a: a status that HTTP/3 has not */
 };
 
 struct dp_load_run {
@@ -56,9 +68,10 @@ struct dp_load_progress {
     uint32_t padding;
 };
 
-/* The request that every connection of this pump with DP_FRONT_LOAD sends; the bytes stay the
- * caller's and must live until the pump is freed. 0, or -1. */
-int dp_load_request(struct dp_pump *pump, const uint8_t *request, uint32_t size);
+/* The request that every connection of this pump with DP_FRONT_LOAD sends (`protocol`: enum
+ * dp_load_protocol), to be told before there are any; the bytes stay the caller's and must live
+ * until the pump is freed. 0, or -1. */
+int dp_load_request(struct dp_pump *pump, const uint8_t *request, uint32_t size, uint32_t protocol);
 /* Begin a run on the connections that are there; the arrays stay until it is finished or stopped.
  * 0, or -1: there is no request, or one run is under way. */
 int dp_load_begin(struct dp_pump *pump, const struct dp_load_run *run);

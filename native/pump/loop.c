@@ -442,7 +442,8 @@ static void *run(void *argument) {
             continue;
         }
         pass(loop, socket, n);
-        if (loop->slept)
+        /* The ring that said to stop may have been taken for another one. */
+        if (loop->slept && !dp_load_flag(&loop->stop))
             sleep_on(loop);
     }
     dp_pump_lock(loop->pump);

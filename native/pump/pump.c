@@ -11,6 +11,8 @@
 #include "../atomics.h"
 #include "inside.h"
 
+_Static_assert(sizeof(struct dp_pump_event) == DP_EVENT_BYTES, "pump.h states its size");
+
 #define FIRST_ROOM 64
 /* Datagrams that a connection builds before the next has its turn. */
 #define TURN        16
@@ -323,14 +325,15 @@ uint32_t dp_pump_take(struct dp_pump *pump, uint8_t *to, uint32_t room) {
 /* Passes ----------------------------------------------------------------------------------------
  */
 
-void dp_pump_deliver(struct dp_pump *pump, struct dp_entry *entry, uint8_t *datagram, size_t size,
-                     const struct dp_path *path, int64_t at_ns) {
+int dp_pump_deliver(struct dp_pump *pump, struct dp_entry *entry, uint8_t *datagram, size_t size,
+                    const struct dp_path *path, int64_t at_ns) {
     if (entry->failed)
-        return;
-    dp_conn_receive(entry->conn, datagram, size, path, pump->now, at_ns);
+        return DP_BROKEN;
+    int taken = dp_conn_receive(entry->conn, datagram, size, path, pump->now, at_ns);
     /* An acknowledgement that nothing follows may still have moved it. */
     if (!entry->touched)
         dp_pump_set_timer(pump, entry);
+    return taken;
 }
 
 void dp_pump_build_all(struct dp_pump *pump,
@@ -407,5 +410,8 @@ uint64_t dp_pump_adopt(struct dp_pump *pump, const struct dp_hand_over *from, ui
         }
     }
     dp_pump_unlock(pump);
+    volatile uint8_t *secrets = (volatile uint8_t *)&copy;
+    for (size_t i = 0; i < sizeof copy; i++)
+        secrets[i] = 0;
     return handle;
 }

@@ -13,7 +13,8 @@
 #include "../quic/hand_over.h"
 #include "../region.h"
 
-#define DP_EVENT_BYTES 48 /* of struct dp_pump_event; what belongs to it follows, padded to 8 */
+#define DP_EVENT_TAKE  262144 /* bytes that every event fits in, and what Python takes at once */
+#define DP_EVENT_BYTES 48     /* of struct dp_pump_event; what belongs to it follows, padded to 8 */
 
 /* What Python is told, in the order in which it happened on each connection. */
 enum dp_event_kind {

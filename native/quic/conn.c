@@ -461,9 +461,14 @@ void dp_conn_offer(struct dp_conn *conn, struct dp_stream *stream) {
 
 /* The control plane --------------------------------------------------------------------------- */
 
+/* Bytes of frames that a packet has room for, whatever its number. */
+static size_t payload_max(const struct dp_conn *conn) {
+    return conn->datagram - 1 - conn->peer_cid_bytes - 4 - DP_TAG_BYTES;
+}
+
 bool dp_conn_control(struct dp_conn *conn, const uint8_t *frames, size_t size, uint64_t token,
                      bool elicits, const struct dp_path *path) {
-    if (conn->over || !size || size > conn->datagram)
+    if (conn->over || !size || size > payload_max(conn))
         return false;
     struct dp_control *control = dp_pool_take(conn->pool, sizeof *control + size, NULL);
     if (!control)
@@ -515,7 +520,7 @@ void dp_conn_close(struct dp_conn *conn, const uint8_t *frames, size_t size) {
         return;
     conn->over = true;
     drop_controls(conn);
-    if (size && size <= conn->datagram)
+    if (size && size <= payload_max(conn))
         conn->close_frames = dp_pool_take(conn->pool, size, NULL);
     if (conn->close_frames) {
         memcpy(conn->close_frames, frames, size);

@@ -338,6 +338,8 @@ static uint64_t take_ack(struct dp_conn *conn, const struct dp_frame *frame, int
                          &dp_conn_fates, conn))
         return DP_PROTOCOL_VIOLATION;
     dp_conn_free_records(conn);
+    if (!conn->recovery.pto_count)
+        conn->probes = 0;
     if (conn->first_queued || conn->first_control)
         dp_conn_touch(conn); /* the window may have opened */
     return DP_NO_ERROR;
@@ -382,6 +384,7 @@ static int judge(struct dp_conn *conn, struct packet *packet) {
     }
     const uint8_t *at = packet->payload, *end = at + packet->bytes;
     packet->probing = true;
+    uint32_t streams = 0; /* frames before, each of which may take a range */
     while (at < end) {
         struct dp_frame frame;
         int error = dp_frame_parse(at, end, &frame);
@@ -391,7 +394,8 @@ static int judge(struct dp_conn *conn, struct packet *packet) {
         }
         if (frame.type == DP_FRAME_STREAM) {
             const struct dp_stream *stream = dp_conn_stream(conn, frame.stream.id);
-            if (stream && !dp_stream_accepts(stream, frame.stream.offset, frame.stream.length))
+            if (stream &&
+                !dp_stream_accepts(stream, frame.stream.offset, frame.stream.length, streams++))
                 return DP_NOT_KEPT;
         }
         packet->elicits = packet->elicits || dp_frame_elicits(frame.type);
@@ -413,6 +417,8 @@ static bool note_received(struct dp_conn *conn, const struct packet *packet, int
         if (packet->pn < conn->floor)
             return false;
     }
+    if (packet->pn < conn->ack_floor)
+        conn->ack_floor = packet->pn; /* it came late, and is to be acknowledged too */
     bool next = !conn->any_received || packet->pn == conn->largest + 1;
     if (!conn->any_received || packet->pn > conn->largest) {
         conn->largest = packet->pn;

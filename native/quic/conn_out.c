@@ -2,16 +2,16 @@
  * 12, 13 and 17.3, RFC 9001 section 5).
  *
  * The order within a packet: ACK, the control plane's frames, limits, each stream's own frames and
- * data. A packet is built only when the congestion window, the pacer and, on a path that is not
- * validated, the limit of three times what came allow it; acknowledgements alone need none of
- * them. */
+ * data. A packet is built only when the congestion window and the pacer allow it, which
+ * acknowledgements alone do not need; on a path that is not validated everything counts against
+ * three times what came (section 8.1). */
 #include <string.h>
 
 #include "conn_inside.h"
 
 #define PN_BYTES_MAX  4
 #define SMALLEST_DATA 8  /* a STREAM frame for fewer bytes is left for the next packet */
-#define PATH_LEAST    80 /* bytes of a packet with a PATH_CHALLENGE and an acknowledgement */
+#define PATH_LEAST    96 /* bytes of a packet with a PATH_CHALLENGE and an acknowledgement */
 #define PURE_ACKS     32 /* after so many, one asks for an answer: else the peer's state grows */
 #define LIMIT_FRAME   24 /* the most that a limit, a reset or a stop takes */
 
@@ -36,10 +36,10 @@ static bool note(struct dp_conn *conn, struct out *out, const struct dp_record *
 
 /* ACK ----------------------------------------------------------------------------------------- */
 
-static void put_ack(struct dp_conn *conn, struct out *out, int64_t now) {
+static bool put_ack(struct dp_conn *conn, struct out *out, int64_t now) {
     const struct dp_ranges *received = &conn->received;
     if (!received->count || room(out) < 64)
-        return;
+        return false;
     uint32_t top = received->count - 1, low = top;
     /* Room for a header of at most 26 bytes, and 16 for each further range. */
     size_t most = (room(out) - 26) / 16;
@@ -63,6 +63,7 @@ static void put_ack(struct dp_conn *conn, struct out *out, int64_t now) {
     conn->unacked_eliciting = conn->news = 0;
     conn->ack_now = false;
     conn->ack_at = DP_NEVER;
+    return true;
 }
 
 /* The control plane's ------------------------------------------------------------------------- */
@@ -326,91 +327,104 @@ static void prepare_probe(struct dp_conn *conn) {
 }
 
 static size_t build_close(struct dp_conn *conn, uint8_t *datagram, struct dp_path *path) {
-    if (!conn->close_due)
-        return 0;
-    conn->close_due = false;
     size_t number = number_bytes(conn, conn->recovery.next);
     size_t header = 1 + (size_t)conn->peer_cid_bytes + number;
+    if (!conn->close_due || path_room(conn) < header + conn->close_size + DP_TAG_BYTES)
+        return 0;
+    conn->close_due = false;
     struct out out = {.start = datagram + header, .at = datagram + header};
     memcpy(out.at, conn->close_frames, conn->close_size);
     out.at += conn->close_size;
     *path = conn->path;
     size_t size = seal(conn, datagram, header, number, &out);
     conn->recovery.next++; /* nothing is waited for any more */
+    conn->path_out += size;
     return size;
 }
 
-static void gather(struct dp_conn *conn, struct out *out, int64_t now, bool sending,
+/* Whether an ACK frame stands in it. */
+static bool gather(struct dp_conn *conn, struct out *out, int64_t now, bool sending,
                    struct dp_path *path) {
-    if (conn->news || ack_due(conn, now))
-        put_ack(conn, out, now);
+    bool acks = (conn->news || ack_due(conn, now)) && put_ack(conn, out, now);
     if (!sending)
-        return;
+        return acks;
     put_control(conn, out, path);
     put_limits(conn, out);
     put_streams(conn, out);
+    if (out->elicits || !conn->probes)
+        return acks;
+    /* What was queued waits for credit: a probe goes out all the same (RFC 9002 section 6.2.4). */
+    prepare_probe(conn);
+    put_limits(conn, out);
+    put_streams(conn, out);
+    return acks;
 }
 
 static size_t finish(struct dp_conn *conn, uint8_t *datagram, size_t header, size_t number,
                      struct out *out, bool acks, int64_t now) {
+    /* Whoever only acknowledges asks for an answer now and then (RFC 9000 section 13.2.4). */
+    if (!out->elicits && ++conn->pure_acks >= PURE_ACKS && room(out)) {
+        *out->at++ = DP_FRAME_PING;
+        out->elicits = true;
+    }
+    uint8_t flags = 0;
     if (out->elicits) {
         conn->pure_acks = 0;
+        flags = DP_SENT_ELICITS | DP_SENT_IN_FLIGHT;
         struct dp_record record = {.kind = DP_RECORD_ACK, .id = conn->largest};
         if (acks)
             dp_conn_record(conn, &record);
-    } else if (++conn->pure_acks >= PURE_ACKS && room(out)) {
-        *out->at++ = DP_FRAME_PING;
-        out->elicits = true;
-        conn->pure_acks = 0;
-    }
-    uint8_t flags = out->elicits ? DP_SENT_ELICITS | DP_SENT_IN_FLIGHT : 0;
-    if (conn->probes && out->elicits) {
-        flags |= DP_SENT_PROBE;
-        conn->probes--;
+        if (conn->probes)
+            conn->probes--;
     }
     size_t size = seal(conn, datagram, header, number, out);
     dp_recovery_sent(&conn->recovery, now, (uint32_t)size, flags, out->first_record,
                      (uint16_t)(conn->record_next - out->first_record));
     conn->stats.packets_out++;
     conn->stats.bytes_out += size;
-    if (!conn->validated)
-        conn->path_out += size;
     return size;
 }
 
+/* Nothing may leave, or there is nothing: the owner hears again when that changes. */
+static size_t nothing(struct dp_conn *conn) {
+    conn->touched = false;
+    return 0;
+}
+
 size_t dp_conn_build(struct dp_conn *conn, int64_t now, uint8_t *datagram, struct dp_path *path) {
-    if (conn->over || conn->failed) {
-        conn->touched = false;
-        return conn->over ? build_close(conn, datagram, path) : 0;
+    if (conn->over) {
+        size_t size = build_close(conn, datagram, path);
+        return size ? size : nothing(conn);
     }
+    if (conn->failed)
+        return nothing(conn);
     if (conn->probes)
         prepare_probe(conn);
     bool sending = has_frames(conn) && may_send(conn, now);
     if (!has_frames(conn))
         conn->recovery.window_limited = false; /* this round ends for want of data */
-    if ((!sending && !ack_due(conn, now)) || !dp_recovery_has_room(&conn->recovery)) {
-        conn->touched = false;
-        return 0;
-    }
+    if ((!sending && !ack_due(conn, now)) || path_room(conn) < PATH_LEAST ||
+        !dp_recovery_has_room(&conn->recovery))
+        return nothing(conn);
     update_keys(conn);
     if (keys_are_worn(conn)) {
         dp_conn_fail(conn, DP_AEAD_LIMIT_REACHED, 0, "the keys were used for too many packets");
-        return 0;
+        return nothing(conn);
     }
     size_t number = number_bytes(conn, conn->recovery.next);
     size_t header = 1 + (size_t)conn->peer_cid_bytes + number;
     struct out out = {.start = datagram + header,
                       .at = datagram + header,
-                      .end = datagram + (sending ? path_room(conn) : conn->datagram) - DP_TAG_BYTES,
+                      .end = datagram + path_room(conn) - DP_TAG_BYTES,
                       .first_record = conn->record_next};
     *path = conn->path;
-    bool acks = conn->news || ack_due(conn, now);
-    gather(conn, &out, now, sending, path);
-    if (out.at == out.start) {
-        conn->touched = false;
-        return 0;
-    }
-    return finish(conn, datagram, header, number, &out, acks, now);
+    bool acks = gather(conn, &out, now, sending, path);
+    if (out.at == out.start)
+        return nothing(conn);
+    size_t size = finish(conn, datagram, header, number, &out, acks, now);
+    if (!conn->validated && memcmp(path, &conn->path, sizeof *path) == 0)
+        conn->path_out += size;
+    return size;
 }
 
 /* Time ---------------------------------------------------------------------------------------- */
@@ -430,7 +444,9 @@ void dp_conn_on_timer(struct dp_conn *conn, int64_t now) {
     if (conn->over || conn->failed)
         return;
     if (dp_recovery_timer(&conn->recovery) <= now) {
-        conn->probes += dp_recovery_on_timer(&conn->recovery, now, &dp_conn_fates, conn);
+        uint32_t probes = dp_recovery_on_timer(&conn->recovery, now, &dp_conn_fates, conn);
+        if (probes)
+            conn->probes = probes;
         dp_conn_free_records(conn);
         dp_conn_sweep(conn);
     }

@@ -58,10 +58,13 @@ static bool in_order(const struct dp_receiving *in, uint64_t offset) {
     return offset <= in->frontier;
 }
 
-bool dp_stream_accepts(const struct dp_stream *stream, uint64_t offset, size_t length) {
+bool dp_stream_accepts(const struct dp_stream *stream, uint64_t offset, size_t length,
+                       uint32_t before) {
     const struct dp_receiving *in = &stream->in;
+    if (before >= DP_STREAM_RANGES)
+        return false;
     return in->discard || !length || in_order(in, offset) ||
-           dp_ranges_fits(&in->beyond, DP_STREAM_RANGES, offset, offset + length);
+           dp_ranges_fits(&in->beyond, DP_STREAM_RANGES - before, offset, offset + length);
 }
 
 uint8_t *dp_stream_target(const struct dp_stream *stream, uint64_t offset, size_t length) {
@@ -251,7 +254,7 @@ bool dp_stream_next(struct dp_stream *stream, size_t room, uint64_t allowed, uin
     if (end <= *offset && !(out->fin && !out->fin_sent && *offset == out->stop))
         return false;
     *length = (size_t)(end - *offset);
-    *bytes = out->buffer + (*offset - out->base);
+    *bytes = *length ? out->buffer + (*offset - out->base) : NULL;
     *fin = out->fin && end == out->stop;
     return true;
 }

@@ -80,15 +80,15 @@ void dp_stream_clear(struct dp_stream *stream, struct dp_pool *pool);
 
 /* What came ----------------------------------------------------------------------------------- */
 
-/* Whether bytes [offset, offset + length) can be kept: gaps are bounded, and an offer that cannot
- * be kept must not be acknowledged. */
-bool dp_stream_accepts(const struct dp_stream *stream, uint64_t offset, size_t length);
+/* Whether bytes [offset, offset + length) can be kept when so many others were before: gaps are
+ * bounded, and an offer that cannot be kept must not be acknowledged. */
+bool dp_stream_accepts(const struct dp_stream *stream, uint64_t offset, size_t length,
+                       uint32_t before);
 /* Where those bytes can be decrypted to: their place, when all of them belong there and none came
  * before; else NULL. */
 uint8_t *dp_stream_target(const struct dp_stream *stream, uint64_t offset, size_t length);
-/* Keep bytes that came at `offset` (and do not lie below the frontier in part only by mistake: what
- * came before is skipped, never overwritten). `bytes` may be what dp_stream_target said. Moves the
- * frontier. False: no memory. */
+/* Keep bytes that came at `offset`; what came before of them is skipped, never overwritten. `bytes`
+ * may be what dp_stream_target said. Moves the frontier. False: no memory. */
 bool dp_stream_keep(struct dp_stream *stream, struct dp_pool *pool, uint64_t offset,
                     const uint8_t *bytes, size_t length);
 /* In-order bytes that the application has not consumed: *length of them. */
