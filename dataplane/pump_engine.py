@@ -121,16 +121,20 @@ class PumpEngine:
             begin = at + _EVENT_BYTES
             at = begin + (size + 7 & ~7)
             connection = find(handle)
-            if connection is not None and not connection.unended and not connection.stopped:
-                if kind == _DATA:
-                    whole = connection.whole
-                    if flags and whole is not None:
-                        try:
-                            if whole(stream, taken, begin, size, at_ns):
-                                continue
-                        except Exception as error:
-                            connection.broken(error)
-                            continue
+            if (
+                kind == _DATA
+                and flags
+                and connection is not None
+                and connection.whole is not None
+                and not connection.unended
+                and not connection.stopped
+            ):
+                try:
+                    if connection.whole(stream, taken, begin, size, at_ns):
+                        continue
+                except Exception as error:
+                    connection.broken(error)
+                    continue
             body = view[begin : begin + size].tobytes() if size else b""
             self._act(new(Event, (kind, flags, handle, stream, number, at_ns, body)), now)
         return used > 0

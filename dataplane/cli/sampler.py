@@ -3,8 +3,8 @@ COMMAND...`.
 
 The kernel's profiling timer (ITIMER_PROF) counts the process's CPU time; each time it has counted a
 millisecond, the innermost known function on the stack decides to which stage that millisecond goes,
-unless the interpreter's thread used less than half of it: then it was the packet pump's. A C call is
-charged to the function that made it. At the command's end the counts are written to OUT as JSON.
+unless the interpreter's thread used less than half of it: then it was the packet pump's. A C call
+is charged to the function that made it. At the command's end the counts are written to OUT as JSON.
 """
 
 import json

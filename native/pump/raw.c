@@ -207,7 +207,6 @@ static struct dp_raw_exchange *claim(struct dp_pump *pump, struct dp_entry *entr
     }
     struct dp_raw_exchange *exchange = &raw->exchanges[claimed.slot];
     if (exchange->live) {
-        dp_let_go(raw->region, claimed.slot, claimed.generation);
         dp_raw_break(pump, claimed.slot, "it was given out twice");
         return NULL;
     }
