@@ -250,7 +250,7 @@ def _package(name: str, packages: tuple[str, ...], for_what: str, remedy: str) -
             return Finding(
                 "runtimes", name, f"{importlib.metadata.version(package)}, for {for_what}"
             )
-    return Finding("runtimes", name, f"not installed; {for_what} need it", ABSENT, remedy)
+    return Finding("runtimes", name, f"not installed; {for_what} needs it", ABSENT, remedy)
 
 
 def _kernels_file() -> Path:

@@ -328,7 +328,7 @@ static void take_limit(struct dp_conn *conn, const struct dp_frame *frame) {
     if (frame->limit.value <= *limit)
         return;
     *limit = frame->limit.value;
-    wake_streams(conn);
+    conn->credit_came = true; /* looked at once a packet, however many such frames it has */
 }
 
 static uint64_t take_ack(struct dp_conn *conn, const struct dp_frame *frame, int64_t now) {
@@ -454,6 +454,10 @@ static int act(struct dp_conn *conn, struct packet *packet, const struct dp_path
             dp_conn_fail(conn, error, frame.type, "a frame that breaks the protocol");
             return DP_BROKEN;
         }
+    }
+    if (conn->credit_came) {
+        conn->credit_came = false;
+        wake_streams(conn);
     }
     dp_conn_sweep(conn);
     size_t size = (size_t)(foreign - packet->payload);

@@ -62,7 +62,7 @@ struct dp_conn {
     const struct dp_conn_owner *owner;
     void *self;
     void *mark;
-    bool is_client, touched, failed, over, close_due, sweep;
+    bool is_client, touched, failed, over, close_due, sweep, credit_came;
     uint32_t depth; /* inside a call of the owner */
 
     struct dp_path path, other_path;
