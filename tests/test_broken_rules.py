@@ -15,8 +15,6 @@ from dataplane.client import Answer, Client, ResetError, connect
 from dataplane.prompt1 import Request, encode_request
 from dataplane.runtime import Taken
 
-pytestmark = pytest.mark.both_engines
-
 MAX_OUTPUT = 16
 HALF = encode_request(Request(n_tokens=3)) + b"\1\0\0\0"
 FREE, WRITING, READY, RUNNING, CANCELLING, DONE = range(6)

@@ -24,9 +24,10 @@ from dataplane.errors import ResetCode
 PROMPT = [40_000, 7, 0, 49_999]
 SLOTS, CONTEXT, MAX_OUTPUT = 3, 64, 16
 
-pytestmark = pytest.mark.skipif(
-    shutil.which(gpu_programs.cxx()) is None, reason="no C++ compiler here"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which(gpu_programs.cxx()) is None, reason="no C++ compiler here"),
+]
 
 
 @pytest.fixture(scope="module")

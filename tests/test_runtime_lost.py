@@ -19,8 +19,6 @@ from dataplane.client import Answer, Client, ResetError, connect
 from dataplane.errors import ResetCode
 from dataplane.prompt1 import Request, encode_request
 
-pytestmark = pytest.mark.both_engines
-
 PROMPT = [1, 2, 3]
 HALF = encode_request(Request(n_tokens=3)) + b"\1\0\0\0\2"
 

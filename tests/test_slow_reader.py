@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
 
-import pytest
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import HandshakeCompleted, QuicEvent, StreamReset
@@ -23,8 +22,6 @@ from daemon_process import WITHIN_S, DaemonProcess, run
 from dataplane.client import connect
 from dataplane.errors import ResetCode
 from dataplane.prompt1 import ALPN, Request, encode_request
-
-pytestmark = pytest.mark.both_engines
 
 WINDOW = 2048
 PING_S = 0.2

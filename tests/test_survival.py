@@ -313,6 +313,7 @@ def connections(daemon: DaemonProcess) -> int:
     return int(float(line.split()[1]))
 
 
+@pytest.mark.slow
 @ENDS
 def test_a_close_arrives_or_silence_does(daemon: StartDaemon, pump: bool) -> None:
     """A third of all closes are lost; then the daemon finds out by itself."""
@@ -507,6 +508,7 @@ BINARY = {"content-type": "application/octet-stream"}
 
 
 @pytest.mark.foreign
+@pytest.mark.slow
 def test_curl_completes(echo: DaemonProcess, lossy: LossyProxy) -> None:
     library = pytest.importorskip("curl_cffi", reason="curl_cffi is not installed")
     with library.Session(http_version="v3only", verify=str(echo.ca), timeout=60) as session:
@@ -518,6 +520,7 @@ def test_curl_completes(echo: DaemonProcess, lossy: LossyProxy) -> None:
 
 
 @pytest.mark.foreign
+@pytest.mark.slow
 def test_niquests_completes(echo: DaemonProcess, lossy: LossyProxy) -> None:
     pytest.importorskip("qh3", reason="qh3, niquests' HTTP/3, is not installed")
     library = pytest.importorskip("niquests", reason="niquests is not installed")
@@ -542,6 +545,7 @@ return [answer.status, entries[entries.length - 1].nextHopProtocol, Array.from(g
 
 
 @pytest.mark.foreign
+@pytest.mark.slow
 def test_chromium_completes(echo: DaemonProcess, lossy: LossyProxy, tmp_path: Path) -> None:
     program = chromium.find()
     if program is None:
@@ -557,6 +561,7 @@ def test_chromium_completes(echo: DaemonProcess, lossy: LossyProxy, tmp_path: Pa
 
 
 @pytest.mark.foreign
+@pytest.mark.slow
 def test_ngtcp2_completes(echo: DaemonProcess, lossy: LossyProxy, tmp_path: Path) -> None:
     program = shutil.which("gtlsclient")
     if program is None:
