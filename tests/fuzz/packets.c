@@ -178,7 +178,8 @@ static void one_packet(struct peer *peer, struct app *app, struct dp_conn *conn,
         size_t sealed = seal(peer, packet, payload, size);
         packet[sealed - 1 - kind % DP_TAG_BYTES] ^= 1;
         int taken = give(conn, packet, sealed, now);
-        CHECK(taken == DP_FORGED || taken == DP_CLOSED);
+        /* In a short packet the tag is part of the sample, and another number comes out. */
+        CHECK(taken == DP_FORGED || taken == DP_CLOSED || taken == DP_DUPLICATE);
         break;
     }
     default:
