@@ -22,7 +22,7 @@ struct dp_raw;
 struct dp_routes;
 
 /* A front: how a connection's streams are read (conn.h has the meaning of each). Every call is made
- * under the pump's lock, from inside dp_conn_receive, dp_conn_on_timer or dp_conn_offer. */
+ * under the pump's lock, from inside dp_conn_receive or dp_conn_on_timer. */
 struct dp_front_calls {
     size_t (*data)(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
                    const uint8_t *bytes, size_t length, bool fin);

@@ -387,7 +387,6 @@ static struct dp_entry *adopt(struct dp_pump *pump, struct dp_hand_over *from, u
         dp_pool_give(pump->pool, entry, sizeof *entry);
         return NULL;
     }
-    *dp_conn_mark(entry->conn) = entry;
     entry->handle = ++pump->last_handle;
     pump->by_handle[place_of(pump, entry->handle)] = entry;
     pump->handles++;

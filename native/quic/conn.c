@@ -121,10 +121,6 @@ void dp_conn_free(struct dp_conn *conn) {
     dp_pool_give(pool, conn, sizeof *conn);
 }
 
-void **dp_conn_mark(struct dp_conn *conn) {
-    return &conn->mark;
-}
-
 void dp_conn_touch(struct dp_conn *conn) {
     if (conn->touched)
         return;
@@ -312,10 +308,6 @@ struct dp_stream *dp_conn_open(struct dp_conn *conn, bool uni) {
     return stream;
 }
 
-uint64_t dp_conn_next_id(const struct dp_conn *conn, bool uni) {
-    return conn->next_id[uni];
-}
-
 static bool takes_data(const struct dp_conn *conn, const struct dp_stream *stream) {
     return !conn->over && !conn->failed && !stream->out.is_reset && !stream->out.fin &&
            !stream->out.done;
@@ -453,10 +445,6 @@ void dp_conn_deliver(struct dp_conn *conn, struct dp_stream *stream) {
             break;
     }
     dp_conn_settle(conn, stream);
-}
-
-void dp_conn_offer(struct dp_conn *conn, struct dp_stream *stream) {
-    dp_conn_deliver(conn, stream);
 }
 
 /* The control plane --------------------------------------------------------------------------- */

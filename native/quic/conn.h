@@ -15,9 +15,8 @@
 struct dp_conn;
 struct dp_pool;
 
-/* What a connection tells whoever owns it, from inside dp_conn_receive and dp_conn_on_timer (and
- * `data` from dp_conn_offer). No call may free the connection; all others of this header may be
- * made. */
+/* What a connection tells whoever owns it, from inside dp_conn_receive and dp_conn_on_timer. No
+ * call may free the connection; all others of this header may be made. */
 struct dp_conn_owner {
     /* In-order bytes [consumed, consumed + length) of a stream; with `fin` nothing comes behind
      * them. How many are consumed; the rest is offered again with what comes. With length 0, only
@@ -50,8 +49,6 @@ struct dp_conn_owner {
 struct dp_conn *dp_conn_new(struct dp_pool *pool, const struct dp_hand_over *from,
                             const struct dp_conn_owner *owner, void *self, int64_t now);
 void dp_conn_free(struct dp_conn *conn);
-/* The owner's own pointer and number. */
-void **dp_conn_mark(struct dp_conn *conn);
 
 /* In ------------------------------------------------------------------------------------------ */
 
@@ -81,8 +78,6 @@ struct dp_stream *dp_conn_stream(struct dp_conn *conn, uint64_t id);
 /* Open a stream of this side's. It waits when the peer does not allow so many yet. NULL: no memory
  * or the connection is over. */
 struct dp_stream *dp_conn_open(struct dp_conn *conn, bool uni);
-/* The id that dp_conn_open would give. */
-uint64_t dp_conn_next_id(const struct dp_conn *conn, bool uni);
 /* Append to a stream. False: it is reset or ended already, or there is no memory. */
 bool dp_conn_send(struct dp_conn *conn, struct dp_stream *stream, const uint8_t *bytes,
                   size_t length, bool fin);
@@ -96,8 +91,6 @@ void dp_conn_stop(struct dp_conn *conn, struct dp_stream *stream, uint64_t code)
 uint64_t dp_conn_unacked(const struct dp_conn *conn);
 /* The application consumed in-order bytes outside of its `data` call: credit goes back. */
 void dp_conn_consume(struct dp_conn *conn, struct dp_stream *stream, size_t length);
-/* Offer what lies there once more (the application was not ready before). */
-void dp_conn_offer(struct dp_conn *conn, struct dp_stream *stream);
 /* Bytes [from, to) of the stream belong to `place` until dp_conn_stop, dp_conn_leave_place or the
  * stream's end. */
 void dp_conn_set_place(struct dp_conn *conn, struct dp_stream *stream, uint8_t *place,

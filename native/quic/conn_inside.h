@@ -61,7 +61,6 @@ struct dp_conn {
     struct dp_pool *pool;
     const struct dp_conn_owner *owner;
     void *self;
-    void *mark;
     bool is_client, touched, failed, over, close_due, sweep, credit_came;
     uint32_t depth; /* inside a call of the owner */
 
