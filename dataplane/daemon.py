@@ -14,7 +14,8 @@ from aioquic.quic.configuration import QuicConfiguration
 from dataplane import http_names, prompt1, refusals
 from dataplane import quic as private
 from dataplane.admin import AdminServer
-from dataplane.attach import Attachment, AttachServer
+from dataplane.attach import AttachServer
+from dataplane.attachment import Attachment
 from dataplane.connection import StreamFront
 from dataplane.device_table import DeviceTable, table_of
 from dataplane.errors import DataplaneError, ResetCode
@@ -52,8 +53,9 @@ class Daemon:
         self.attachments = AttachServer(
             str(config.socket), self._attached, self._dropped, self._listeners
         )
+        (self._place,) = self.attachments.places.values()
         self._null = Resident()
-        runtimes = self._null if config.runtime == "null" else self.attachments
+        runtimes = self._null if config.runtime == "null" else self._place
         self._pages = pages = Pages(self.stats, runtimes, self.status)
         self.admin = AdminServer(pages)
         self.generate = Generate(self.ingress, pages)
@@ -134,11 +136,12 @@ class Daemon:
         self._drop_soon(why)
 
     def _drop_soon(self, why: str) -> None:
-        attachment = self.attachments.current
+        place = self._place
+        attachment = place.current
 
         def drop() -> None:
-            if self.attachments.current is attachment:
-                self.attachments.drop(why)
+            if place.current is attachment:
+                self.attachments.drop(place, why)
 
         asyncio.get_running_loop().call_soon(drop)
 

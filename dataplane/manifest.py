@@ -13,6 +13,7 @@ LINE_MAX: int = lib.DP_LINE_MAX
 
 TABLES = {"host": lib.DP_TABLE_HOST, "device": lib.DP_TABLE_DEVICE}
 MAX_STEP_MS = 600_000
+DEFAULT_PARTITION = "default"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,7 +29,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_output: int
     vocab_size: int
     abi: int = ABI
-    partition: str = "default"
+    partition: str = DEFAULT_PARTITION
     table: str = "host"
     stop_ids: tuple[int, ...] = ()
     chat_template: str | None = None

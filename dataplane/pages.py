@@ -64,7 +64,7 @@ class Runtime(Protocol):
 
 
 class Runtimes(Protocol):
-    """Where the runtime of now is found: an `AttachServer`, or a `Resident`."""
+    """Where the runtime of now is found: a `Place`, or a `Resident`."""
 
     @property
     def current(self) -> Runtime | None: ...

@@ -20,8 +20,8 @@ import pytest
 from daemon_process import DaemonProcess, command, open_fds, wait_until
 from raw_runtime import MANIFEST, manifest_line, raw_runtime, refusal
 
-from dataplane.attach import check_peer, listen_unix
 from dataplane.errors import AttachError
+from dataplane.greeting import check_peer, listen_unix
 
 TOKENIZER = b'{"version": "1.0"}'
 TOKENIZER_SHA256 = hashlib.sha256(TOKENIZER).hexdigest()

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dataplane import attach
+from dataplane import attachment
 from dataplane import manifest as manifest_module
 from dataplane._native import ffi
 from dataplane.errors import AttachError
@@ -39,8 +39,8 @@ def refusal(data: bytes) -> str:
 def test_numbers_are_the_contracts() -> None:
     assert (manifest_module.ABI, manifest_module.LINE_MAX) == (1, 65536)
     assert manifest_module.TABLES == {"host": 1, "device": 2}
-    assert (attach.HEARTBEAT_MS, attach.READY_WITHIN_S) == (500, 120)
-    assert (attach.SILENT_RED_S, attach.SILENT_DROP_S) == (2, 10)
+    assert (attachment.HEARTBEAT_MS, attachment.READY_WITHIN_S) == (500, 120)
+    assert (attachment.SILENT_RED_S, attachment.SILENT_DROP_S) == (2, 10)
 
 
 def test_the_contracts_own_line_is_taken() -> None:

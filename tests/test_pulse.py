@@ -17,7 +17,8 @@ from raw_runtime import RawRuntime, manifest_line
 
 from dataplane import attach
 from dataplane._native import lib
-from dataplane.attach import Attachment, AttachServer
+from dataplane.attach import AttachServer
+from dataplane.attachment import Attachment, Place
 from dataplane.region import create_region
 
 MAX_STEP_MS = 5000
@@ -108,24 +109,24 @@ def test_one_beat_in_time_is_enough(patient: Patient) -> None:
         assert patient.after(9.0) is None
 
 
-def test_two_seconds_without_a_beat_are_red(tmp_path: Path) -> None:
-    server = AttachServer(str(tmp_path / "none"), lambda attachment: None, lambda *end: None)
-    assert not server.is_responsive()
-    attachment = server.current = make_attachment()
+def test_two_seconds_without_a_beat_are_red() -> None:
+    place = Place("default")
+    assert not place.is_responsive()
+    attachment = place.current = make_attachment()
     patient = Patient(attachment)
-    assert not server.is_responsive()
+    assert not place.is_responsive()
     patient.beat()
     patient.now = time.monotonic() - 1.0
     patient.after(0.0)
-    assert server.is_responsive()
+    assert place.is_responsive()
     patient.beat()
     patient.now = time.monotonic() - 2.1
     patient.after(0.0)
-    assert not server.is_responsive()
+    assert not place.is_responsive()
     patient.beat()
     patient.now = time.monotonic()
     patient.after(0.0)
-    assert server.is_responsive()
+    assert place.is_responsive()
     attachment.close()
 
 
@@ -253,16 +254,16 @@ def test_the_daemon_hears_of_every_end(tmp_path: Path) -> None:
         with contextlib.closing(RawRuntime(path)) as loading:
             loading.say(manifest_line())
             await answer(loading)
-        await until("it is gone", lambda: server.current is None)
+        await until("it is gone", lambda: server.places["default"].current is None)
         with contextlib.closing(RawRuntime(path)) as runtime:
             runtime.say(manifest_line())
             await answer(runtime)
-            assert server.current is not None
-            server.current.region.native.header.heartbeat.value += 1
+            assert server.places["default"].current is not None
+            server.places["default"].current.region.native.header.heartbeat.value += 1
             await until("it is ready", lambda: log.ready == [2])
         await until("it is gone", lambda: len(log.dropped) == 2)
         assert log.dropped == [(n, "the runtime closed the attachment") for n in (1, 2)]
-        assert server.current is None
+        assert server.places["default"].current is None
 
     serve(path, body)
 
