@@ -17,7 +17,7 @@ import importlib.metadata
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -339,8 +339,12 @@ def settle(values: Mapping[str, Any], bundle: Bundle) -> dict[str, Any]:
     return {**values, **decided}
 
 
-def admit(directory: Path) -> None:
+def admit(directory: Path, environs: Iterable[Mapping[str, str]]) -> None:
     """Check everything of a bundle before a daemon serves it.
+
+    Args:
+        directory: The bundle's.
+        environs: Of each runtime that will start from it.
 
     Raises:
         DataplaneError: It is not whole, or does not fit; the text says what to change.
@@ -348,9 +352,10 @@ def admit(directory: Path) -> None:
     bundle = read(directory)
     verify(bundle)
     check_version(bundle)
-    note = check_device(bundle, look, os.environ)
-    if note:
-        _log.warning("%s", note)
+    for environ in environs:
+        note = check_device(bundle, look, environ)
+        if note:
+            _log.warning("%s", note)
     _log.info("the bundle %s (%s) is as it was built", directory, bundle.sha256[:16])
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane.errors import UsageError
+from dataplane.partitions import Partition, parse_partitions
 
 Address = tuple[str, int]
 
@@ -137,6 +138,20 @@ _SWITCH_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": Fals
 SWITCH = Kind("true or false", (bool,), _switch)
 
 
+def _partitions(value: str | list[str], base: Path) -> tuple[Partition, ...]:
+    texts = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(value)
+    return parse_partitions(texts)
+
+
+PARTITIONS = Kind(
+    "NAME=DEVICE, again for each partition (in a variable separated by blanks, in TOML a list)",
+    (str, list),
+    _partitions,
+)
+
+
 def integer(least: int, most: int) -> Kind:
     """Whole numbers within bounds."""
 
@@ -210,6 +225,8 @@ class Setting:
             return self.kind.parse(value, base)
         except (ValueError, OverflowError) as error:
             raise self.refuse(source, value) from error
+        except UsageError as error:  # says the flag, and more than "not allowed"
+            raise error if source == self.flag else UsageError(f"{source}: {error}") from error
 
     def parse_flag(self, text: str) -> Any:
         """`parse` what the flag holds."""
@@ -239,6 +256,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("token_delay_ms", "D", decimal(0, 60_000), "0", "ms that echo waits before a token"),
     Setting("admission", "HOW", _choice(ADMISSIONS), "tick",
             "how a CUDA runtime runs the admission kernel: tick or persistent"),
+    Setting("partition", "NAME=DEVICE", PARTITIONS, None,
+            "a runtime on this device alone; again for each"),
+    Setting("tenants", "FILE", PATH, None, "API keys, and whose requests go to which partition"),
     Setting("body_timeout", "S", decimal(0.01, 3600), "5", "seconds for a body to be complete"),
     Setting("idle_timeout", "S", decimal(0.1, 3600), "30", "seconds a connection may be silent"),
     Setting("handshake_timeout", "S", decimal(0.1, 600), "5", "seconds for a handshake"),
@@ -271,6 +291,8 @@ class ServeConfig:
     vocab_size: int
     token_delay_ms: float
     admission: str
+    partition: tuple[Partition, ...]
+    tenants: Path | None
     body_timeout: float
     idle_timeout: float
     handshake_timeout: float
@@ -290,8 +312,26 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(BY_N
             parser.add_argument(
                 setting.flag, dest=name, action="store_const", const="true", help=setting.help
             )
+        elif setting.kind is PARTITIONS:
+            parser.add_argument(
+                setting.flag, dest=name, action=_Gather, metavar=setting.unit, help=setting.say()
+            )
         else:
             parser.add_argument(setting.flag, dest=name, metavar=setting.unit, help=setting.say())
+
+
+class _Gather(argparse.Action):
+    """A flag that may be given again: its texts, separated as in a variable."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before} {values}")
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:
@@ -437,9 +477,25 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> ServeCo
             raise UsageError(f"--{given} {values[given]} needs --{missing} as well")
     if values["no_pump"] and values["busy_poll"]:
         raise UsageError("--busy-poll is the packet pump's, which --no-pump leaves out")
+    values["partition"] = values["partition"] or ()
+    _check_partitions(values)
     if values["state_dir"] is None:
         values["state_dir"] = default_state_dir(environ)
     if values["socket"] is None:
         path = str(values["state_dir"] / SOCKET_NAME)
         values["socket"] = BY_NAME["socket"].parse("--socket (from --state-dir)", path, Path.cwd())
     return ServeConfig(**values)
+
+
+def _check_partitions(values: Mapping[str, Any]) -> None:
+    """Hold partitions against what else was asked for."""
+    partitions = values["partition"]
+    if partitions and values["runtime"] == "null":
+        raise UsageError(
+            "--partition is for runtimes, and --runtime null is none: leave one of them out"
+        )
+    if len(partitions) > 1 and values["tenants"] is None:
+        names = ", ".join(partition.name for partition in partitions)
+        raise UsageError(
+            f"the partitions {names} need --tenants FILE, which says whose requests go to which"
+        )

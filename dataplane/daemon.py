@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from aioquic.quic.configuration import QuicConfiguration
@@ -17,20 +19,22 @@ from dataplane.admin import AdminServer
 from dataplane.attach import AttachServer
 from dataplane.attachment import Attachment
 from dataplane.connection import StreamFront
-from dataplane.device_table import DeviceTable, table_of
 from dataplane.errors import DataplaneError, ResetCode
 from dataplane.fronts.generate import Generate
 from dataplane.fronts.prompt1 import Prompt1
 from dataplane.identity import Identity, load_identity, make_state_dir
-from dataplane.ingress import Ingress
+from dataplane.ingress import Ingress, Routes
 from dataplane.listener import Engine, Listener, SocketEngine, WakingSelector
-from dataplane.manifest import Manifest
-from dataplane.pages import Pages, Resident
+from dataplane.manifest import DEFAULT_PARTITION, Manifest
+from dataplane.pages import Pages, Resident, Runtimes
+from dataplane.partitions import check_devices
 from dataplane.pump_engine import LISTENERS, PumpEngine
-from dataplane.region import Region, create_region
+from dataplane.region import create_region
+from dataplane.served import CUDA_RUNTIMES, Served
 from dataplane.sockets import bind
 from dataplane.stats import Stats
-from dataplane.supervise import Supervisor
+from dataplane.tenants import KeyedRoutes
+from dataplane.tenants import read as read_tenants
 from dataplane.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -48,31 +52,52 @@ class Daemon:
         self.config = config
         self.identity = identity
         self.stats = Stats()
-        self.ingress = Ingress(self.stats, config.body_timeout, config.max_writing)
+        specs = {partition.name: partition for partition in config.partition}
+        names = tuple(specs) or (DEFAULT_PARTITION,)
+        self._ingresses = {
+            name: Ingress(self.stats, config.body_timeout, config.max_writing, name)
+            for name in names
+        }
+        self._routes = _routes(config, self._ingresses)
         self._listeners = 1 if config.no_pump else LISTENERS
         self.attachments = AttachServer(
-            str(config.socket), self._attached, self._dropped, self._listeners
+            str(config.socket),
+            lambda attachment: self._served_by(attachment).attached(attachment),
+            lambda attachment, why: self._served_by(attachment).dropped(attachment),
+            self._listeners,
+            names,
         )
-        (self._place,) = self.attachments.places.values()
         self._null = Resident()
-        runtimes = self._null if config.runtime == "null" else self._place
-        self._pages = pages = Pages(self.stats, runtimes, self.status)
-        self.admin = AdminServer(pages)
-        self.generate = Generate(self.ingress, pages)
+        runtimes: Mapping[str, Runtimes] = self.attachments.places
+        if config.runtime == "null":
+            runtimes = {DEFAULT_PARTITION: self._null}
+        self._pages = Pages(self.stats, runtimes, self.status)
+        self.admin = AdminServer(self._pages)
         self._transport = _transport(config, identity)
+        generate = Generate(self._routes, self._pages)
         self.listener = Listener(
             self._transport,
-            self.ingress,
-            {http_names.ALPN: self.generate, prompt1.ALPN: Prompt1(self.ingress)},
+            tuple(self._ingresses.values()),
+            {http_names.ALPN: generate, prompt1.ALPN: Prompt1(self._routes)},
             config.max_connections,
             config.handshake_timeout,
             _engine(config),
         )
-        self.generate.finish_pass = self.listener.finish_pass
-        self.ingress.egress.on_broken = self._broken
-        self.supervisor: Supervisor | None = None
+        generate.finish_pass = self.listener.finish_pass
+        self._changed = asyncio.Event()
+        self.partitions = {
+            name: Served(
+                config,
+                ingress,
+                specs.get(name),
+                self.attachments,
+                self.listener,
+                generate,
+                self._changed.set,
+            )
+            for name, ingress in self._ingresses.items()
+        }
         self.draining = False
-        self._serving = asyncio.Event()
         self._failed: DataplaneError | None = None
         self._ending = asyncio.Event()
         self._now = asyncio.Event()
@@ -88,70 +113,14 @@ class Daemon:
         """Return what `/health` says: ok, draining or no runtime."""
         if self.draining:
             return "draining"
-        return "ok" if self.ingress.table is not None else "no runtime"
+        return "ok" if self._is_serving() else "no runtime"
 
-    # The runtime comes and goes.
+    def _is_serving(self) -> bool:
+        """Whether there is a runtime, in one partition at least."""
+        return any(ingress.table is not None for ingress in self._ingresses.values())
 
-    def _attached(self, attachment: Attachment) -> None:
-        self._serve(attachment.region, null=False)
-        self.listener.watch_output(attachment.output)
-        if self.supervisor:
-            self.supervisor.ready()
-        # In a thread: it takes a third of a second. "ready" is said when text is served as well.
-        self.generate.use_text(
-            attachment.tokenizer, attachment.manifest.chat_template, self._serving.set
-        )
-        _log.info("runtime %s is ready", attachment.manifest.model)
-
-    def _serve(self, region: Region, null: bool) -> None:
-        """Take requests into these slots, the raw front's too where there is one."""
-        table = table_of(region)
-        self.ingress.attach(table, null)
-        if isinstance(table, DeviceTable):
-            # The raw front in C swaps the slots' words itself, which lie in the device here: it
-            # stays without slots, so its requests come to Python's front, which asks the device.
-            table.on_dead = self._gave_up
-        else:
-            self.listener.engine.attach(
-                region, self.ingress.max_writing, self.config.body_timeout, null
-            )
-
-    def _dropped(self, attachment: Attachment, why: str) -> None:
-        if attachment.ready:
-            self.listener.unwatch_output()
-            self.listener.engine.detach()
-            self.ingress.detach("the runtime is gone; another one is expected")
-            self.listener.finish_pass()
-        if self.supervisor:
-            self.supervisor.lost(attachment.pid)
-
-    def _broken(self, rule: str) -> None:
-        """Egress read something that the contract forbids: end the attachment after this pass."""
-        _log.error("the runtime broke a rule: %s", rule)
-        self._drop_soon(f"it broke a rule: {rule}")
-
-    def _gave_up(self, why: str) -> None:
-        """A device does not answer: nothing it holds can end well, and another runtime may."""
-        _log.error("%s", why)
-        self._drop_soon(why)
-
-    def _drop_soon(self, why: str) -> None:
-        place = self._place
-        attachment = place.current
-
-        def drop() -> None:
-            if place.current is attachment:
-                self.attachments.drop(place, why)
-
-        asyncio.get_running_loop().call_soon(drop)
-
-    def _runtime_failed(self, status: int) -> None:
-        self._failed = DataplaneError(
-            f"the runtime {self.config.runtime} ended with status {status} before it was ready"
-            " (what it said stands above)"
-        )
-        self._serving.set()
-        self._ending.set()
+    def _served_by(self, attachment: Attachment) -> Served:
+        return self.partitions[attachment.manifest.partition]
 
     # Start.
 
@@ -168,7 +137,7 @@ class Daemon:
             admin = await self.admin.start(*self.config.admin)
             self.listener.start(sockets)
             selector.listener = self.listener
-            self._start_runtime()
+            self._start_runtimes()
             await self._wait_until_serving()
             if not self._ending.is_set():
                 warm_up(self._transport, self._fronts)
@@ -183,42 +152,54 @@ class Daemon:
             raise self._failed
         return 0
 
-    def _start_runtime(self) -> None:
+    def _start_runtimes(self) -> None:
+        if self.config.runtime == "null":
+            self._serve_null()
+            return
+        for partition in self.partitions.values():
+            partition.start_runtime()
+
+    def _serve_null(self) -> None:
         config = self.config
-        if config.runtime == "none":
-            self._serving.set()
-        elif config.runtime == "null":
-            manifest = Manifest(
-                model="null",
-                slots=config.slots,
-                context=config.context,
-                max_output=config.max_output,
-                vocab_size=config.vocab_size,
-            )
-            manifest.check()
-            region = create_region(manifest, 1, self._listeners)
-            region.close_fd()
-            self._serve(region, null=True)
-            self._null.serve(manifest, region)
-            self._serving.set()
-        else:
-            _log.info("starting the runtime %s", config.runtime)
-            self.supervisor = Supervisor(_runtime_arguments(config), self._runtime_failed)
-            self.supervisor.start()
+        manifest = Manifest(
+            model="null",
+            slots=config.slots,
+            context=config.context,
+            max_output=config.max_output,
+            vocab_size=config.vocab_size,
+        )
+        manifest.check()
+        region = create_region(manifest, 1, self._listeners)
+        region.close_fd()
+        (partition,) = self.partitions.values()
+        partition.serve(region, null=True)
+        self._null.serve(manifest, region)
 
     async def _wait_until_serving(self) -> None:
-        waits = [
-            asyncio.ensure_future(self._serving.wait()),
-            asyncio.ensure_future(self._ending.wait()),
-        ]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        """Wait for the runtimes: for one that serves, and for what becomes of the others."""
+        ending = asyncio.ensure_future(self._ending.wait())
+        while not self._ending.is_set() and not self._has_started():
+            for partition in self.partitions.values():
+                if partition.error is not None:
+                    self._failed = partition.error
+                    self._ending.set()
+            self._changed.clear()
+            changed = asyncio.ensure_future(self._changed.wait())
+            await asyncio.wait([changed, ending], return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+        ending.cancel()
+
+    def _has_started(self) -> bool:
+        if self.config.runtime in ("none", "null"):
+            return True
+        settled = all(partition.is_settled for partition in self.partitions.values())
+        return settled and self._is_serving()
 
     def _announce(self, sock: socket.socket, admin: tuple[str, int]) -> None:
         host, port = sock.getsockname()[:2]
-        table = self.ingress.table
-        slots, context = (table.region.slots, table.region.context) if table else (0, 0)
+        regions = [ingress.table.region for ingress in self._ingresses.values() if ingress.table]
+        slots = sum(region.slots for region in regions)
+        context = min((region.context for region in regions), default=0)
         print(
             f"ready quic={_address(host, port)} admin={_address(*admin)}"
             f" runtime={self.config.runtime} slots={slots} context={context} ca={self.identity.ca}",
@@ -235,7 +216,9 @@ class Daemon:
 
     async def _drain(self) -> None:
         """Take nothing new; let what is in flight finish, and be read, up to the time-out."""
-        self.draining = self.ingress.draining = True
+        self.draining = True
+        for ingress in self._ingresses.values():
+            ingress.draining = True
         self.listener.drain()
         if self.stats.in_flight:
             _log.info("draining: %d requests are in flight", self.stats.in_flight)
@@ -252,8 +235,9 @@ class Daemon:
             _log.warning("%d requests in flight are broken off", self.stats.in_flight)
 
     async def _stop(self, sockets: list[socket.socket]) -> None:
-        self.ingress.draining = True
-        self.ingress.end_all(refusals.draining(), ResetCode.SHUTTING_DOWN)
+        for ingress in self._ingresses.values():
+            ingress.draining = True
+            ingress.end_all(refusals.draining(), ResetCode.SHUTTING_DOWN)
         if self.listener.started:
             self.listener.engine.end_all(ResetCode.SHUTTING_DOWN)
             self.listener.finish_pass()
@@ -263,8 +247,7 @@ class Daemon:
             sock.close()
         await self.admin.stop()
         await self.attachments.stop()
-        if self.supervisor:
-            await self.supervisor.stop()
+        await asyncio.gather(*(partition.stop() for partition in self.partitions.values()))
         # From here on a further signal would end a process that is ending with another status.
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)
@@ -286,26 +269,32 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _runtime_arguments(config: "ServeConfig") -> list[str]:
-    arguments = [
-        config.runtime,
-        f"--socket={config.socket}",
-        f"--slots={config.slots}",
-        f"--context={config.context}",
-        f"--max-output={config.max_output}",
-    ]
-    if config.runtime == "echo":
-        arguments += [
-            f"--vocab-size={config.vocab_size}",
-            f"--token-delay-ms={config.token_delay_ms}",
-        ]
-    elif config.runtime == "cuda-echo":
-        arguments += [f"--vocab-size={config.vocab_size}", f"--admission={config.admission}"]
-    else:
-        arguments.append(f"--state-dir={config.state_dir}")
+def _routes(config: "ServeConfig", ingresses: Mapping[str, Ingress]) -> Routes:
+    """Return who admits whom."""
+    if config.tenants is None:
+        (only,) = ingresses.values()
+        return only
+    return KeyedRoutes(ingresses, read_tenants(config.tenants, tuple(ingresses)))
+
+
+def _check_devices(config: "ServeConfig") -> None:
+    """Hold what was asked for against the devices that there are, before anything is started."""
+    partitions = config.partition
     if config.bundle is not None:
-        arguments.append(f"--bundle={config.bundle}")
-    return arguments
+        from dataplane.bundle import admit
+
+        admit(config.bundle, [partition.environ() for partition in partitions] or [os.environ])
+    if partitions and config.runtime in ("none", *CUDA_RUNTIMES):
+        from dataplane.gpus import look
+
+        gpus = look()
+        if gpus.devices:
+            check_devices(partitions, gpus)
+        else:
+            _log.warning(
+                "whether the devices of the partitions are there cannot be told: %s",
+                gpus.missing or "the driver lists none",
+            )
 
 
 def _engine(config: "ServeConfig") -> Engine:
@@ -338,10 +327,7 @@ def serve(config: "ServeConfig") -> int:
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="dataplane: %(message)s")
     private.check()
-    if config.bundle is not None:
-        from dataplane.bundle import admit
-
-        admit(config.bundle)
+    _check_devices(config)
     make_state_dir(config.state_dir)
     identity = load_identity(config.state_dir, config.listen[0], config.cert, config.key)
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(WakingSelector())) as runner:

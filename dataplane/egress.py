@@ -42,12 +42,14 @@ class Egress:
         unanswered: Published in this pass; their 200 goes out at its end, with output that is
         there.
         on_broken: Called with the rule that the runtime broke.
+        hold_s: Smoothed time that a request holds its slot, in seconds, for retry-after.
     """
 
     def __init__(self, stats: Stats) -> None:
         self.stats = stats
         self.table: SlotTable | None = None
         self.unanswered: list[Exchange] = []
+        self.hold_s = 0.0
         self.on_broken: Callable[[str], None] = lambda why: None
         self._held: dict[Exchange, float] = {}  # until when; inf: until the runtime is done
         self._latency = stats.latency
@@ -244,6 +246,5 @@ class Egress:
         exchange.live = False
         if self._held:
             self._held.pop(exchange, None)
-        stats = self.stats
-        held = stats.now - exchange.started
-        stats.hold_s += (held - stats.hold_s) * (_HOLD_WEIGHT if stats.hold_s else 1.0)
+        held = self.stats.now - exchange.started
+        self.hold_s += (held - self.hold_s) * (_HOLD_WEIGHT if self.hold_s else 1.0)

@@ -52,14 +52,16 @@ class Exchange:
         answered: Whether the 200 has been written.
         watch: Index in the table's watch from publish on, else -1.
         sent: Output ids handed to the connection.
+        ingress: The `dataplane.ingress.Ingress` that the slot is of.
     """
 
     # fmt: off
     __slots__ = (
         "answered", "body_bytes", "body_due", "complete_ns", "connection", "deadline_at",
-        "deadline_ms", "extra", "first_us", "free_left", "front", "generation", "ingress_us",
-        "live", "max_output", "n_tokens", "pickup_us", "published_ns", "queue_ns", "queue_us",
-        "request_id", "sent", "slot", "started", "stream_id", "total_us", "watch", "writing",
+        "deadline_ms", "extra", "first_us", "free_left", "front", "generation", "ingress",
+        "ingress_us", "live", "max_output", "n_tokens", "pickup_us", "published_ns", "queue_ns",
+        "queue_us", "request_id", "sent", "slot", "started", "stream_id", "total_us", "watch",
+        "writing",
     )
     # fmt: on
 
@@ -84,8 +86,9 @@ class Exchange:
     first_us: int
     total_us: int
 
-    def __init__(self, slot: int) -> None:
+    def __init__(self, slot: int, ingress: Any = None) -> None:
         self.slot = slot
+        self.ingress = ingress
         self.generation = 0
         self.live = False
         self.writing = False

@@ -11,13 +11,14 @@ slot table go out.
 import math
 import secrets
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from dataplane import refusals
 from dataplane.egress import Egress
 from dataplane.errors import Refusal, ResetCode, Status
 from dataplane.exchange import Exchange, Front, Peer, Waiting
 from dataplane.latency import MOST_US, Series
+from dataplane.manifest import DEFAULT_PARTITION
 from dataplane.prompt1 import Request
 from dataplane.slots import BAD_TOKEN, FULL, OVERFLOW, SHORT, UNANSWERED, Finish
 from dataplane.stats import Stats
@@ -30,10 +31,29 @@ _SWEEPS = 20  # within one body time-out: a late body waits at most a twentieth 
 _realtime_ns = time.time_ns
 
 
-class Ingress:
-    """Admission for one listener.
+class Routes(Protocol):
+    """Who admits a request: the only `Ingress` there is, or what a key says.
 
     Attributes:
+        home: Keeps what is not known to be anybody's yet: headers that are not whole.
+        sole: Admits every request, whatever its key; None where a key decides.
+    """
+
+    stats: Stats
+
+    @property
+    def home(self) -> "Ingress": ...
+    @property
+    def sole(self) -> "Ingress | None": ...
+    def of(self, key: bytes | None) -> "Ingress | Refusal":
+        """Return who admits the requests of this key, or why nobody does."""
+
+
+class Ingress:
+    """Admission for one listener to one partition's slots.
+
+    Attributes:
+        name: The partition's.
         table: The slots, or None while no runtime is ready.
         why_unavailable: What a 503 says meanwhile.
         queue_us: From header complete to claim decided, of the last claim.
@@ -41,7 +61,14 @@ class Ingress:
         max_writing: Slots that one connection may hold in WRITING.
     """
 
-    def __init__(self, stats: Stats, body_timeout: float, max_writing: int | None = None) -> None:
+    def __init__(
+        self,
+        stats: Stats,
+        body_timeout: float,
+        max_writing: int | None = None,
+        name: str = DEFAULT_PARTITION,
+    ) -> None:
+        self.name = name
         self.stats = stats
         self.egress = Egress(stats)
         self.table: SlotTable | None = None
@@ -61,6 +88,22 @@ class Ingress:
         self._sweep_every = body_timeout / _SWEEPS
         self._latency = stats.latency
 
+    # As `Routes`.
+
+    @property
+    def home(self) -> "Ingress":
+        """Headers of all requests are waited for here."""
+        return self
+
+    @property
+    def sole(self) -> "Ingress | None":
+        """Nobody else admits."""
+        return self
+
+    def of(self, key: bytes | None) -> "Ingress | Refusal":
+        """Admit everybody."""
+        return self
+
     # The table comes and goes.
 
     def attach(self, table: SlotTable, null: bool = False) -> None:
@@ -71,7 +114,7 @@ class Ingress:
         self._null = null
         self.max_writing = self._configured_max_writing or (table.region.slots + 1) // 2
         self._overdue_at = None
-        self._exchanges = [Exchange(slot) for slot in range(table.region.slots)]
+        self._exchanges = [Exchange(slot, self) for slot in range(table.region.slots)]
 
     def detach(self, why: str) -> None:
         """The runtime is gone: what it held ends, refused before its 200 and reset after it."""
@@ -365,7 +408,7 @@ class Ingress:
 
     def retry_after_ms(self) -> int:
         """Return when a slot may be free: the time that a request holds one, over their number."""
-        held_s = self.stats.held_s()
+        held_s = self.stats.held_s(self.egress.hold_s)
         if not held_s or self.table is None:
             return refusals.RETRY_MS
         expected = held_s * 1000 / self.table.region.slots

@@ -17,6 +17,7 @@ import selectors
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from aioquic._buffer import Buffer
@@ -193,6 +194,7 @@ class Listener:
     """The QUIC side of a daemon.
 
     Attributes:
+        ingresses: Of each partition.
         fronts: By ALPN.
         connections: Every connection, half-open ones too.
     """
@@ -200,7 +202,7 @@ class Listener:
     def __init__(
         self,
         configuration: QuicConfiguration,
-        ingress: Ingress,
+        ingresses: Sequence[Ingress],
         fronts: dict[str, StreamFront],
         max_connections: int,
         handshake_timeout: float,
@@ -208,8 +210,8 @@ class Listener:
     ) -> None:
         self.engine: Engine = engine or SocketEngine()
         self.fronts = fronts
-        self.ingress = ingress
-        self._stats = ingress.stats
+        self.ingresses = tuple(ingresses)
+        self.stats = self.ingresses[0].stats
         self.connections: set[Connection] = set()
         self.draining = False
         self.started = False
@@ -226,7 +228,7 @@ class Listener:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._housekeeper: asyncio.TimerHandle | None = None
-        self._output_fd = -1
+        self._outputs: dict[Ingress, int] = {}
 
     # Start and stop.
 
@@ -247,16 +249,16 @@ class Listener:
             if timer:
                 timer.cancel()
 
-    def watch_output(self, fd: int) -> None:
-        """Follow the eventfd that the attached runtime rings."""
+    def watch_output(self, ingress: Ingress, fd: int) -> None:
+        """Follow the eventfd that the runtime behind these slots rings."""
         assert self._loop is not None
-        self._output_fd = fd
-        self._loop.add_reader(fd, self._rung)
+        self._outputs[ingress] = fd
+        self._loop.add_reader(fd, self._rung, ingress)
 
-    def unwatch_output(self) -> None:
-        if self._output_fd >= 0 and self._loop is not None:
-            self._loop.remove_reader(self._output_fd)
-            self._output_fd = -1
+    def unwatch_output(self, ingress: Ingress) -> None:
+        fd = self._outputs.pop(ingress, -1)
+        if fd >= 0 and self._loop is not None:
+            self._loop.remove_reader(fd)
 
     def drain(self) -> None:
         """Take no new connections and tell the peers of open ones."""
@@ -283,7 +285,7 @@ class Listener:
 
     def begin_pass(self, now: float) -> None:
         """Set the time that this pass counts with."""
-        self._stats.begin_pass(now)
+        self.stats.begin_pass(now)
 
     def deliver(self, native: Sender, data: bytes, path: bytes, now: float, at_ns: int) -> None:
         """Hand one datagram, of more than `CID_BYTES` bytes, to its connection."""
@@ -299,8 +301,8 @@ class Listener:
                 connection.dirty = True
                 self._dirty.append(connection)
 
-    def _rung(self) -> None:
-        table = self.ingress.table
+    def _rung(self, ingress: Ingress) -> None:
+        table = ingress.table
         if table is not None:
             table.drain()
         self.finish_pass()
@@ -312,7 +314,8 @@ class Listener:
 
     def end_pass(self) -> None:
         """Send what this pass led to."""
-        self.ingress.egress.flush()
+        for ingress in self.ingresses:
+            ingress.egress.flush()
         # The pass may have taken longer than an acknowledgement may wait (RFC 9000 section 13.2.1):
         # with the time of now it rides along, with that of the pass's start it costs a packet.
         now = _monotonic()
@@ -325,23 +328,24 @@ class Listener:
             elif due is not None:
                 self._set_timer(connection, due)
         self._dirty.clear()
-        self._stats.datagrams_dropped += self.engine.flush()
+        self.stats.datagrams_dropped += self.engine.flush()
         self._set_alarm()
 
     # Sleep and wake.
 
     def about_to_sleep(self) -> bool:
         """The loop is about to block; False when output came that nobody rang for."""
-        table = self.ingress.table
-        if table is None or table.sleep():
-            return True
-        assert self._loop is not None
-        self._loop.call_soon(self.finish_pass)
-        return False
+        for ingress in self.ingresses:
+            if ingress.table is not None and not ingress.table.sleep():
+                assert self._loop is not None
+                self._loop.call_soon(self.finish_pass)
+                return False
+        return True
 
     def woke(self) -> None:
-        if self.ingress.table is not None:
-            self.ingress.table.wake()
+        for ingress in self.ingresses:
+            if ingress.table is not None:
+                ingress.table.wake()
 
     # Routing.
 
@@ -392,7 +396,7 @@ class Listener:
         )
         connection = self.engine.connection(self, quic, native)
         self.connections.add(connection)
-        self._stats.connections = len(self.connections)
+        self.stats.connections = len(self.connections)
         self.cid_issued(connection, header.destination_cid)
         self.cid_issued(connection, quic.host_cid)
         self._half_open.append((now + self._handshake_timeout, connection))
@@ -440,7 +444,7 @@ class Listener:
         if connection not in self.connections:
             return
         self.connections.discard(connection)
-        self._stats.connections = len(self.connections)
+        self.stats.connections = len(self.connections)
         for cid in connection.cids:
             self._by_cid.pop(cid, None)
         connection.cids.clear()
@@ -473,7 +477,11 @@ class Listener:
             heapq.heappush(self._timers, (due, self._timer_count, connection))
 
     def _next_due(self) -> float | None:
-        due = self.ingress.next_deadline()
+        due = None
+        for ingress in self.ingresses:
+            deadline = ingress.next_deadline()
+            if deadline is not None and (due is None or deadline < due):
+                due = deadline
         if self._timers and (due is None or self._timers[0][0] < due):
             due = self._timers[0][0]
         if self._half_open and (due is None or self._half_open[0][0] < due):
@@ -508,7 +516,8 @@ class Listener:
             connection.handle_timer(now)
             self.touched(connection)
         self._end_slow_handshakes(now)
-        self.ingress.on_deadline(now)
+        for ingress in self.ingresses:
+            ingress.on_deadline(now)
         self.finish_pass()
 
     def _end_slow_handshakes(self, now: float) -> None:

@@ -24,6 +24,22 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _BOUNDS = (*(repr(bound / 1e6) for bound in BOUNDS_US), "+Inf")
 
 
+class Partition(NamedTuple):
+    """What is measured of one partition.
+
+    Attributes:
+        slots: How many are in each state, in the states' order, and behind them in none that there
+            is; all 0 without a runtime.
+        model: What its runtime serves, a label of vLLM's metrics; None without one.
+        ready: Whether a runtime serves it, and its heart beats.
+    """
+
+    name: str
+    slots: Sequence[int]
+    model: str | None
+    ready: bool
+
+
 class _Single(NamedTuple):
     """A family of one sample."""
 
@@ -90,7 +106,13 @@ _SERIES = {
 
 def label(name: str, value: str) -> str:
     """Return one label with its value escaped, in braces."""
-    return f'{{{name}="{value.translate(_ESCAPES)}"}}'
+    return labels({name: value})
+
+
+def labels(values: Mapping[str, str]) -> str:
+    """Return labels with their values escaped, in braces; "" without any."""
+    pairs = [f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items()]
+    return f"{{{','.join(pairs)}}}" if pairs else ""
 
 
 def _head(name: str, kind: str, meaning: str) -> str:
@@ -118,22 +140,18 @@ _SINGLE_FORMS = [
     for name, kind, meaning, read in _SINGLES
 ]
 _HISTOGRAM_FORMS = [(series, _histogram_form(series, text)) for series, text in _SERIES.items()]
-_STATE_LABELS = [label("state", state.name) for state in State]
+_STATES = [state.name for state in State]
 
 
-def render(stats: Stats, slots: Sequence[int], model: str | None) -> bytes:
-    """Return the page.
+def render(stats: Stats, partitions: Sequence[Partition]) -> bytes:
+    """Return the page: the daemon's counters, and what is measured of each partition.
 
-    Args:
-        stats: The daemon's counters.
-        slots: How many slots are in each state, in the states' order, and behind them in none that
-            there is; all 0 without a runtime.
-        model: What the runtime serves, a label of vLLM's metrics; None without a runtime.
+    Only where there are several is a partition a label of what was there before.
     """
     counts = stats.counts()
     parts = [_requests(counts.answers)]
     parts += [f"{form}{read(stats, counts)}" for form, read in _SINGLE_FORMS]
-    parts += _slots(counts.in_flight, slots, "" if model is None else label("model_name", model))
+    parts += _slots(counts.in_flight, partitions)
     for series, form in _HISTOGRAM_FORMS:
         within, sum_us = stats.latency.total(series)
         parts.append(form % (*within, sum_us / 1e6, within[-1]))
@@ -145,24 +163,36 @@ def _requests(answers: Mapping[int, int]) -> str:
     return _family("dataplane_requests_total", "counter", "Answers by status.", samples)
 
 
-def _slots(in_flight: int, slots: Sequence[int], labels: str) -> list[str]:
-    count = sum(slots)
-    used = (count - slots[State.FREE]) / count if count else 0.0
+def _slots(in_flight: int, partitions: Sequence[Partition]) -> list[str]:
+    several = len(partitions) > 1
+    states: list[tuple[str, float]] = []
+    ready: list[tuple[str, float]] = []
+    running: list[tuple[str, float]] = []
+    waiting: list[tuple[str, float]] = []
+    used: list[tuple[str, float]] = []
+    for name, slots, model, is_ready in partitions:
+        whose = {"partition": name} if several else {}
+        count = sum(slots)
+        held = count - slots[State.FREE]
+        pairs = zip(_STATES, slots, strict=False)
+        states += [(labels({**whose, "state": state}), number) for state, number in pairs]
+        ready.append((label("partition", name), int(is_ready)))
+        of_model = labels({**whose, **({} if model is None else {"model_name": model})})
+        running.append((of_model, held if several else in_flight))
+        waiting.append((of_model, 0))
+        used.append((of_model, held / count if count else 0.0))
     return [
+        _family("dataplane_slots", "gauge", "Slots by state.", states),
         _family(
-            "dataplane_slots", "gauge", "Slots by state.",
-            zip(_STATE_LABELS, slots, strict=False),
+            "dataplane_runtime_ready", "gauge", "Whether a runtime serves, and its heart beats.",
+            ready,
         ),
-        _family(
-            "vllm:num_requests_running", "gauge", "Requests that hold a slot.",
-            [(labels, in_flight)],
-        ),
+        _family("vllm:num_requests_running", "gauge", "Requests that hold a slot.", running),
         _family(
             "vllm:num_requests_waiting", "gauge",
-            "Always 0: a request gets a slot or is refused at once.", [(labels, 0)],
+            "Always 0: a request gets a slot or is refused at once.", waiting,
         ),
         _family(
-            "vllm:kv_cache_usage_perc", "gauge", "Share of the slots that are held, 0 to 1.",
-            [(labels, used)],
+            "vllm:kv_cache_usage_perc", "gauge", "Share of the slots that are held, 0 to 1.", used
         ),
     ]  # fmt: skip

@@ -38,9 +38,12 @@ PROBLEM = http_names.PROBLEM.decode()
 _UNKNOWN = len(State)
 _STATE_NAMES = [*(state.name for state in State), "UNKNOWN"]
 _WINDOWS = tuple(str(seconds) for seconds in WINDOWS_S)
+_OF_A_PARTITION = frozenset(("/slots", "/props", "/tokenizer.json"))
 _SERIES = tuple(series.name.lower() for series in Series)
 
 Query = Mapping[str, list[str]]
+Names = tuple[str, ...]
+"""Of partitions."""
 Words = npt.NDArray[np.uint64]
 
 
@@ -64,7 +67,7 @@ class Runtime(Protocol):
 
 
 class Runtimes(Protocol):
-    """Where the runtime of now is found: a `Place`, or a `Resident`."""
+    """Where a partition's runtime of now is found: a `Place`, or a `Resident`."""
 
     @property
     def current(self) -> Runtime | None: ...
@@ -125,7 +128,7 @@ class Pages:
 
     Args:
         stats: The daemon's counters.
-        runtimes: Where the runtime is found.
+        runtimes: Where each partition's runtime is found, by its name.
         status: Says what `/health` says: ok, draining or no runtime.
         clock: Monotonic seconds, for the ages of slots.
     """
@@ -133,7 +136,7 @@ class Pages:
     def __init__(
         self,
         stats: Stats,
-        runtimes: Runtimes,
+        runtimes: Mapping[str, Runtimes],
         status: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,14 +144,14 @@ class Pages:
         self._runtimes = runtimes
         self._status = status
         self._clock = clock
-        self._ages = _Ages()
-        self._shared: dict[str, Callable[[Query], Page]] = {
+        self._ages = {name: _Ages() for name in runtimes}
+        self._shared: dict[str, Callable[[Query, Names], Page]] = {
             "/health": self._health,
             "/slots": self._slots,
             "/props": self._props,
             "/tokenizer.json": self._tokenizer,
         }
-        self._admin: dict[str, Callable[[Query], Page]] = {
+        self._admin: dict[str, Callable[[Query, Names], Page]] = {
             **self._shared,
             "/livez": self._alive,
             "/readyz": self._ready,
@@ -159,13 +162,24 @@ class Pages:
         """Whether there is such a path; see `get`."""
         return _split(target)[0] in (self._admin if probes else self._shared)
 
-    def get(self, target: str, probes: bool, request_id: str | None = None) -> Page:
+    def is_about_a_partition(self, target: str) -> bool:
+        """Whether what a path shows is one tenant's business, or another's."""
+        return _split(target)[0] in _OF_A_PARTITION
+
+    def get(
+        self,
+        target: str,
+        probes: bool,
+        request_id: str | None = None,
+        partition: str | None = None,
+    ) -> Page:
         """Answer a GET.
 
         Args:
             target: A path with its query.
             probes: Whether `/livez`, `/readyz` and `/metrics` are there (on the admin port only).
             request_id: What a problem document names the request by.
+            partition: The only one that may be shown; None: each.
         """
         paths = self._admin if probes else self._shared
         path, query = _split(target)
@@ -175,31 +189,53 @@ class Pages:
                 Status.NOT_FOUND, f"no such path; there are {', '.join(paths)}", request_id
             )
         try:
-            return page(parse_qs(query, keep_blank_values=True) if query else {})
+            asked = parse_qs(query, keep_blank_values=True) if query else {}
+            # What is nobody's alone does not tell which partitions there are.
+            names = () if path == "/health" else self._named(asked, partition)
+            return page(asked, names)
         except _ProblemError as error:
             return problem(error.status, str(error), request_id)
         except Exception:
             _log.exception("the page %s failed", path)
             return problem(500, "the page could not be made; the daemon's log says why", request_id)
 
+    def _named(self, query: Query, only: str | None) -> Names:
+        """Return the partitions that a request asks for: by `partition=`, else all it may see."""
+        if "partition" not in query:
+            return tuple(self._runtimes) if only is None else (only,)
+        (name, *others) = query["partition"]
+        if others:
+            raise _twice("partition", 1 + len(others))
+        if only is not None and name != only:
+            raise _ProblemError(Status.FORBIDDEN, "that is another tenant's partition, or none")
+        if name not in self._runtimes:
+            known = ", ".join(self._runtimes)
+            raise _ProblemError(Status.NOT_FOUND, f"no partition {name!r}; there are: {known}")
+        return (name,)
+
     def look(self) -> None:
         """Note which slots changed: ages are as exact as this is called often."""
-        self._seen(self._runtimes.current)
+        for name in self._runtimes:
+            self._seen(name)
 
-    def _seen(self, current: Runtime | None) -> Words:
-        """Return the state words of now; none without a runtime."""
+    def _seen(self, name: str) -> Words:
+        """Return a partition's state words of now; none without a runtime."""
+        current, ages = self._runtimes[name].current, self._ages[name]
         if current is None:
-            return self._ages.look(0, _no_words, self._clock())
+            return ages.look(0, _no_words, self._clock())
         words = copy_words(current.region)
-        return self._ages.look(current.region.attachment, words, self._clock())
+        return ages.look(current.region.attachment, words, self._clock())
 
-    def _alive(self, query: Query) -> Page:
+    def _alive(self, query: Query, names: Names) -> Page:
         return Page(200, TEXT, b"ok\n")
 
-    def _ready(self, query: Query) -> Page:
-        """Green while requests would be taken if there were room: full slots do not count."""
+    def _ready(self, query: Query, names: Names) -> Page:
+        """Green while requests would be taken if there were room: full slots do not count.
+
+        Of several partitions one is enough: an orchestrator that looks here would take all away.
+        """
         status = self._status()
-        if status == "ok" and self._runtimes.is_responsive():
+        if status == "ok" and any(self._runtimes[name].is_responsive() for name in names):
             return Page(200, TEXT, b"ok\n")
         detail = {
             "ok": "the runtime's heartbeat is late: it may be stuck",
@@ -208,7 +244,7 @@ class Pages:
         }.get(status, status)
         raise _ProblemError(Status.UNAVAILABLE, detail)
 
-    def _health(self, query: Query) -> Page:
+    def _health(self, query: Query, names: Names) -> Page:
         if "latency99" not in query:
             return json_page(self._stats.health(self._status()))
         window_s = int(_choice(query, "window", _WINDOWS, "60"))
@@ -217,32 +253,45 @@ class Pages:
         series = Series[_choice(query, "series", _SERIES, "ingress").upper()]
         return Page(200, TEXT, self._stats.latency.encoded(series, window_s))
 
-    def _slots(self, query: Query) -> Page:
-        current = self._runtimes.current
-        words = self._seen(current)
-        partition = current.manifest.partition if current is not None else ""
-        names = map(_STATE_NAMES.__getitem__, _states(words).tolist())
-        generations = (words >> np.uint64(lib.DP_GENERATION_SHIFT)).tolist()
-        ages = self._ages.milliseconds(self._clock())
-        rows = map(SlotRow, range(len(words)), repeat(partition), names, generations, ages)
-        return json_page({"slots": list(rows)})
+    def _slots(self, query: Query, names: Names) -> Page:
+        rows: list[SlotRow] = []
+        for name in names:
+            words = self._seen(name)
+            states = map(_STATE_NAMES.__getitem__, _states(words).tolist())
+            generations = (words >> np.uint64(lib.DP_GENERATION_SHIFT)).tolist()
+            ages = self._ages[name].milliseconds(self._clock())
+            rows += map(SlotRow, range(len(words)), repeat(name), states, generations, ages)
+        return json_page({"slots": rows})
 
-    def _metrics(self, query: Query) -> Page:
-        current = self._runtimes.current
-        slots = np.bincount(_states(self._seen(current)), minlength=_UNKNOWN + 1).tolist()
+    def _metrics(self, query: Query, names: Names) -> Page:
+        found = [self._measure(name) for name in names]
+        return Page(200, metrics.CONTENT_TYPE, metrics.render(self._stats, found))
+
+    def _measure(self, name: str) -> metrics.Partition:
+        slots = np.bincount(_states(self._seen(name)), minlength=_UNKNOWN + 1).tolist()
+        runtimes = self._runtimes[name]
+        current = runtimes.current
         model = current.manifest.model if current is not None else None
-        return Page(200, metrics.CONTENT_TYPE, metrics.render(self._stats, slots, model))
+        return metrics.Partition(name, slots, model, runtimes.is_responsive())
 
-    def _props(self, query: Query) -> Page:
-        current = self._runtimes.current
+    def _one(self, names: Names) -> Runtime | None:
+        """Return the runtime of the only partition that is asked for."""
+        if len(names) > 1:
+            raise _ProblemError(
+                Status.BAD_REQUEST, f"say which: ?partition= one of {', '.join(names)}"
+            )
+        return self._runtimes[names[0]].current
+
+    def _props(self, query: Query, names: Names) -> Page:
+        current = self._one(names)
         if current is None:
             raise _ProblemError(
                 Status.UNAVAILABLE, "no runtime is attached, and the properties are the runtime's"
             )
         return json_page(current.manifest)
 
-    def _tokenizer(self, query: Query) -> Page:
-        current = self._runtimes.current
+    def _tokenizer(self, query: Query, names: Names) -> Page:
+        current = self._one(names)
         if current is None:
             raise _ProblemError(
                 Status.NOT_FOUND, "no runtime is attached, and the tokeniser is the runtime's"
@@ -322,8 +371,12 @@ def _choice(query: Query, name: str, choices: tuple[str, ...], default: str) -> 
     """
     values = query.get(name, [default])
     if len(values) > 1:
-        raise _ProblemError(Status.BAD_REQUEST, f"{name} is there {len(values)} times: give one")
+        raise _twice(name, len(values))
     if values[0] not in choices:
         allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
         raise _ProblemError(Status.BAD_REQUEST, f"{name} must be {allowed}, not {values[0]!r}")
     return values[0]
+
+
+def _twice(name: str, times: int) -> _ProblemError:
+    return _ProblemError(Status.BAD_REQUEST, f"{name} is there {times} times: give one")

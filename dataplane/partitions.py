@@ -1,16 +1,16 @@
 """`--partition NAME=DEVICE`: which runtime process gets which device, or which part of one.
 
 A device is an index, a card's UUID or a MIG instance's UUID, as `dataplane doctor` lists them.
-Reading such a text asks no device; whether there is one is for whoever starts the runtime to find.
+Reading such a text asks no device; `check_devices` holds it against those that there are.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from dataplane.errors import UsageError
-from dataplane.gpus import MIG_MOST
+from dataplane.gpus import MIG_MOST, Device, Gpus
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _INDEX = re.compile(r"[0-9]{1,3}")
@@ -52,6 +52,13 @@ class Partition:
 
     def __str__(self) -> str:
         return f"{self.name}={self.device}"
+
+    def environ(self) -> dict[str, str]:
+        """What in its runtime's environment leaves CUDA this device alone.
+
+        An index counts as NVML's do, by the order of the buses; CUDA's own order is by speed.
+        """
+        return {"CUDA_VISIBLE_DEVICES": self.device, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def parse_partition(text: str) -> Partition:
@@ -105,6 +112,63 @@ def parse_partitions(texts: Iterable[str]) -> tuple[Partition, ...]:
                 )
         found.append(partition)
     return tuple(found)
+
+
+def check_devices(partitions: Sequence[Partition], gpus: Gpus) -> None:
+    """Hold partitions against the devices that there are, each of which may be one's alone.
+
+    Raises:
+        UsageError: One names no device, a card that is split, or the device of another.
+    """
+    owners: dict[str, Partition] = {}
+    for partition in partitions:
+        uuid = _find(partition, gpus.devices)
+        if uuid in owners:
+            raise _refuse(
+                str(partition),
+                f"that is the device of partition {owners[uuid].name} ({owners[uuid]}) by another"
+                " name; nothing is shared between two",
+            )
+        owners[uuid] = partition
+
+
+def _find(partition: Partition, devices: Sequence[Device]) -> str:
+    """Return what names a partition's device for good."""
+    text, name = str(partition), partition.device
+    if partition.kind is DeviceKind.INSTANCE:
+        return _find_instance(text, name, devices)
+    for device in devices:
+        if name in (str(device.index), device.uuid):
+            if device.mig == "on":
+                uuids = ", ".join(instance.uuid for instance in device.instances)
+                raise _refuse(
+                    text,
+                    f"{_say(device)} is split, and CUDA would take one of its MIG instances: name"
+                    f" that instead ({uuids or 'it has none yet'})",
+                )
+            return device.uuid
+    there = ", ".join(_say(device) for device in devices) or "none at all"
+    raise _refuse(text, f"there is no such device; there are: {there}")
+
+
+def _find_instance(text: str, name: str, devices: Sequence[Device]) -> str:
+    for device in devices:
+        if any(instance.uuid == name for instance in device.instances):
+            return name
+        if name.startswith(f"MIG-{device.uuid}/"):  # older drivers' form, which NVML does not list
+            return name
+    split = [
+        f"{_say(device)} has {len(device.instances)} of at most {device.mig_most or MIG_MOST}"
+        for device in devices
+        if device.mig == "on"
+    ]
+    raise _refuse(
+        text, f"there is no such MIG instance; {'; '.join(split) or 'no card here is split'}"
+    )
+
+
+def _say(device: Device) -> str:
+    return f"card {device.index} ({device.name}, {device.uuid})"
 
 
 def _refuse(text: str, why: str) -> UsageError:

@@ -70,7 +70,7 @@ class PumpEngine:
         native = self.pump
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        stats = listener.ingress.stats
+        stats = listener.stats
         stats.raw = lambda: lib.dp_raw_stats(native.native)
         stats.loop = native.loop_stats
         for sock in sockets:
@@ -150,7 +150,7 @@ class PumpEngine:
             at_ns = event.at_ns or time.time_ns()
             listener.deliver(self._sockets[event.number], data, path, now, at_ns)
         elif event.kind == pump.BROKEN:
-            listener.ingress.egress.on_broken(event.body.decode("utf-8", "replace"))
+            listener.ingresses[0].egress.on_broken(event.body.decode("utf-8", "replace"))
 
     def flush(self) -> int:
         """Have all sent; what the kernel did not take, the pump counts itself."""
@@ -195,7 +195,7 @@ class PumpEngine:
         if why == lib.DP_WHY_HEADER_LATE:
             return refusals.header_late(a)
         assert self._listener is not None
-        ends = self._listener.ingress.draining
+        ends = self._listener.ingresses[0].draining
         return refusals.draining() if ends else refusals.lost()
 
     # The raw front's slots.
@@ -213,7 +213,7 @@ class PumpEngine:
         if lib.dp_raw_attach(self.pump.native, region.native, config, refusals.BUSY.encode()):
             raise MemoryError("no memory for the raw front")
         self._serves_raw = True
-        self._listener.ingress.stats.latency.add(lib.dp_raw_latency(self.pump.native))
+        self._listener.stats.latency.add(lib.dp_raw_latency(self.pump.native))
 
     def detach(self) -> None:
         """The runtime is gone; nothing of its region is touched any more."""

@@ -39,7 +39,6 @@ class Stats:
         client's leaving, by an error.
         connections: QUIC connections that are open, half-open ones too.
         datagrams_dropped: Datagrams that the kernel did not take when they were sent.
-        hold_s: Smoothed time that a request holds its slot, in seconds, for retry-after.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,6 @@ class Stats:
         self.failed = 0
         self.connections = 0
         self.datagrams_dropped = 0
-        self.hold_s = 0.0
 
     @property
     def in_flight(self) -> int:
@@ -81,15 +79,19 @@ class Stats:
         in_flight = claimed - completed - cancelled - failed
         return Counts(answers, claimed, completed, cancelled, failed, in_flight, negative, dropped)
 
-    def held_s(self) -> float:
-        """Return the smoothed time that a request holds its slot, whoever served it, in seconds."""
+    def held_s(self, own_s: float) -> float:
+        """Return the smoothed time that a request holds its slot, whoever served it, in seconds.
+
+        Args:
+            own_s: That of the requests which Python served.
+        """
         if self.raw is None:
-            return self.hold_s
+            return own_s
         raw = self.raw()
-        if not raw.hold_s or not self.hold_s:
-            return float(raw.hold_s or self.hold_s)
+        if not raw.hold_s or not own_s:
+            return float(raw.hold_s or own_s)
         share = raw.claimed / (raw.claimed + self.claimed)
-        return float(share * raw.hold_s + (1 - share) * self.hold_s)
+        return float(share * raw.hold_s + (1 - share) * own_s)
 
     def begin_pass(self, now: float) -> None:
         """Set the time that this pass counts with."""

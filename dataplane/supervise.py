@@ -22,12 +22,20 @@ class Supervisor:
 
     Args:
         arguments: Of `dataplane runtime`.
-        on_early_end: Called with the exit status when it ends before it ever was ready.
+        on_early_end: Called with the exit status when it ends before it ever was ready; says
+            whether it is to be started again all the same.
+        name: What the log calls it.
     """
 
-    def __init__(self, arguments: list[str], on_early_end: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        on_early_end: Callable[[int], bool],
+        name: str = "the runtime",
+    ) -> None:
         self._arguments = arguments
         self._on_early_end = on_early_end
+        self._name = name
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._was_ready = False
@@ -49,12 +57,12 @@ class Supervisor:
     async def _run(self) -> None:
         while True:
             status = await self._run_once()
-            if not self._was_ready:
-                self._on_early_end(status)
+            if not self._was_ready and not self._on_early_end(status):
                 return
             _log.warning(
-                "the runtime ended with status %d; it starts again in %.1f s", status, self._backoff
-            )
+                "%s ended with status %d; it starts again in %.1f s",
+                self._name, status, self._backoff,
+            )  # fmt: skip
             await asyncio.sleep(self._backoff)
             self._backoff = min(BACKOFF_MAX_S, self._backoff * 2)
 

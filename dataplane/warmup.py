@@ -129,7 +129,7 @@ def warm_up(transport: QuicConfiguration, fronts: Fronts) -> None:
     table = HostTable(region)
     ingress = Ingress(Stats(), body_timeout=60.0)
     ingress.attach(table)
-    listener = Listener(transport, ingress, dict(fronts(ingress)), 8, 60.0)
+    listener = Listener(transport, [ingress], dict(fronts(ingress)), 8, 60.0)
     listener.start([])
     try:
         for alpn in listener.fronts:

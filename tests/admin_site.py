@@ -93,23 +93,26 @@ class OnePage(Pages):
     """Pages with one more, `/page`, whose body the test chooses."""
 
     def __init__(self, body: Callable[[], bytes]) -> None:
-        super().__init__(Stats(), Resident(), lambda: "ok")
+        super().__init__(Stats(), {"default": Resident()}, lambda: "ok")
         self._body = body
 
     def has(self, target: str, probes: bool) -> bool:
         return target == "/page" or super().has(target, probes)
 
-    def get(self, target: str, probes: bool, request_id: str | None = None) -> Page:
+    def get(
+        self, target: str, probes: bool, request_id: str | None = None,
+        partition: str | None = None,
+    ) -> Page:  # fmt: skip
         if target == "/page":
             return Page(200, "text/plain", self._body())
-        return super().get(target, probes, request_id)
+        return super().get(target, probes, request_id, partition)
 
 
 @contextlib.asynccontextmanager
 async def serving(pages: Pages | None = None, **limits: Any) -> AsyncIterator[Site]:
     """Serve until the block ends; then nothing may be left."""
     before = len(os.listdir("/proc/self/fd"))
-    server = AdminServer(pages or Pages(Stats(), Resident(), lambda: "ok"), **limits)
+    server = AdminServer(pages or Pages(Stats(), {"default": Resident()}, lambda: "ok"), **limits)
     _, port = await server.start("127.0.0.1", 0)
     async with contextlib.AsyncExitStack() as stack:
         yield Site(server, port, stack)

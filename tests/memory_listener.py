@@ -163,7 +163,7 @@ class Network:
         self.ingress.attach(HostTable(self.region))
         self.engine = MemoryPump() if pump else None
         self.listener = Listener(
-            configuration, self.ingress, {ALPN: front(self.ingress)}, max_connections,
+            configuration, [self.ingress], {ALPN: front(self.ingress)}, max_connections,
             handshake_timeout, self.engine,
         )  # fmt: skip
         self.wire = Wire()

@@ -323,7 +323,7 @@ def test_a_page_that_fails_costs_its_own_answer(caplog: pytest.LogCaptureFixture
         raise RuntimeError("broken")
 
     async def main() -> None:
-        async with serving(Pages(Stats(), Resident(), status)) as site:
+        async with serving(Pages(Stats(), {"default": Resident()}, status)) as site:
             peer = await site.connect()
             assert (await peer.ask("/health")).problem["status"] == 500
             assert (await peer.ask("/livez")).status == 200
@@ -338,7 +338,7 @@ def test_a_page_that_fails_costs_its_own_answer(caplog: pytest.LogCaptureFixture
 
 def test_every_address_of_a_host_is_served_on_one_port() -> None:
     async def main() -> None:
-        server = AdminServer(Pages(Stats(), Resident(), lambda: "ok"))
+        server = AdminServer(Pages(Stats(), {"default": Resident()}, lambda: "ok"))
         _, port = await server.start("localhost", 0)
         hosts = {str(address[4][0]) for address in socket.getaddrinfo("localhost", port)}
         for host in hosts:
@@ -385,7 +385,7 @@ def test_ages_are_followed_while_nobody_asks() -> None:
                 nonlocal looks
                 looks += 1
 
-        pages = Followed(Stats(), Resident(), lambda: "ok")
+        pages = Followed(Stats(), {"default": Resident()}, lambda: "ok")
         async with serving(pages, request_within=0.04):
             await until("it looked again", lambda: looks >= 3)
 

@@ -348,12 +348,12 @@ def test_a_runtime_gets_its_settings(
 ) -> None:
     seen: list[Any] = []
 
-    def echo(*arguments: Any) -> int:
-        seen.append(arguments[:-1])
+    def echo(*arguments: Any, partition: str) -> int:
+        seen.append((*arguments[:-1], partition, os.environ.get("CUDA_VISIBLE_DEVICES")))
         return 3
 
-    def smollm2(*arguments: Any, cache_dir: Path) -> None:
-        seen.append((*arguments[:-1], cache_dir))
+    def smollm2(*arguments: Any, cache_dir: Path, partition: str) -> None:
+        seen.append((*arguments[:-1], cache_dir, partition))
 
     monkeypatch.setattr("dataplane.runtime.echo.main", echo)
     monkeypatch.setattr("dataplane.runtime.smollm2.main", smollm2)
@@ -361,10 +361,17 @@ def test_a_runtime_gets_its_settings(
     socket = ["--socket", str(path)]
     assert main(["runtime", "echo", *socket, "--slots=2", "--token-delay-ms", "1.5"]) == 3
     assert main(["runtime", "smollm2", *socket, f"--state-dir={tmp_path / 'state'}"]) == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert main(["runtime", "echo", *socket, "--partition=a=1"]) == 3
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert seen == [
-        (path, 2, 1024, 512, 49152, 1.5),
-        (path, 8, 1024, 512, tmp_path / "state"),
+        (path, 2, 1024, 512, 49152, 1.5, "default", None),
+        (path, 8, 1024, 512, tmp_path / "state", "default"),
+        (path, 8, 1024, 512, 49152, 0.0, "a", "1"),
     ]
+    assert main(["runtime", "echo", *socket, "--partition=a=1", "--partition=b=2"]) == 2
+    assert "a runtime serves one partition, not a=1 and b=2" in capsys.readouterr().err
     assert main(["runtime", "echo"]) == 2
     assert "--socket is required" in capsys.readouterr().err
 

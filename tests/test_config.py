@@ -47,6 +47,8 @@ def test_the_defaults_are_those_of_the_contract(tmp_path: Path, environ: dict[st
         vocab_size=49152,
         token_delay_ms=0.0,
         admission="tick",
+        partition=(),
+        tenants=None,
         body_timeout=5.0,
         idle_timeout=30.0,
         handshake_timeout=5.0,
@@ -60,7 +62,8 @@ def test_the_defaults_are_those_of_the_contract(tmp_path: Path, environ: dict[st
 
 def test_the_flags_are_those_of_the_contract() -> None:
     flags = "config listen admin state-dir socket cert key runtime bundle slots context"
-    flags += " max-output vocab-size token-delay-ms admission body-timeout idle-timeout"
+    flags += " max-output vocab-size token-delay-ms admission partition tenants body-timeout"
+    flags += " idle-timeout"
     flags += " handshake-timeout drain-timeout max-connections max-writing no-pump busy-poll"
     assert [setting.flag for setting in SETTINGS] == [f"--{name}" for name in flags.split()]
 

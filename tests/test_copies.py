@@ -169,7 +169,7 @@ class Rig:
         ingress.attach(HostTable(create_region(manifest, 1, 1)), null=True)
         front: Any = Generate(ingress, None) if alpn == "h3" else Prompt1(ingress)  # type: ignore[arg-type]
         self.stats = ingress.stats
-        self.listener = Listener(transport, ingress, {alpn: front}, 4, 60.0)
+        self.listener = Listener(transport, [ingress], {alpn: front}, 4, 60.0)
         self.wire = Wire()
         client = QuicConfiguration(alpn_protocols=[alpn], verify_mode=ssl.CERT_NONE)
         self.client = QuicConnection(configuration=client)

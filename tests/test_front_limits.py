@@ -31,7 +31,7 @@ UNI = 0x40 | 0x21  # a type that is greased
 
 
 def h3_front(ingress: Ingress) -> Generate:
-    return Generate(ingress, Pages(ingress.stats, Resident(), lambda: "ok"))
+    return Generate(ingress, Pages(ingress.stats, {"default": Resident()}, lambda: "ok"))
 
 
 def h3_pair(state_dir: Path, **options: Any) -> Pair:
@@ -114,7 +114,7 @@ def test_pages_that_nobody_reads_are_503(tmp_path: Path, monkeypatch: Any) -> No
     resident = Resident()
 
     def front(ingress: Ingress) -> Generate:
-        return Generate(ingress, Pages(ingress.stats, resident, lambda: "ok"))
+        return Generate(ingress, Pages(ingress.stats, {"default": resident}, lambda: "ok"))
 
     pair = Pair(tmp_path, front=front)
     resident.serve(manifest, pair.region)
@@ -192,7 +192,7 @@ async def text_pair(
     pair = h3_pair(state_dir, body_timeout=1.0)
     front: Generate = pair.server.front  # type: ignore[assignment]
     ready = asyncio.Event()
-    front.use_text(tokenizer.read_bytes(), TEMPLATE, ready.set)
+    front.use_text(pair.ingress, tokenizer.read_bytes(), TEMPLATE, ready.set)
     answer = pair.answer(pair.open(json_request("early"), True))
     assert b"the runtime's tokeniser is being read" in answer.data
     await ready.wait()

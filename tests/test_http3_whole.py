@@ -42,7 +42,7 @@ class Quiet:
     def has(self, target: str, probes: bool) -> bool:
         return False
 
-    def get(self, target: str, probes: bool, request_id: str) -> Page:
+    def get(self, target: str, probes: bool, request_id: str, partition: str | None) -> Page:
         return Page(404, "text/plain", target.encode())
 
 

@@ -23,8 +23,9 @@ COUNTERS = {
     "dataplane_cpu_seconds",
 }  # fmt: skip
 GAUGES = {
-    "dataplane_in_flight", "dataplane_slots", "dataplane_connections", "dataplane_uptime_seconds",
-    "dataplane_resident_memory_bytes", "vllm:num_requests_running", "vllm:num_requests_waiting",
+    "dataplane_in_flight", "dataplane_slots", "dataplane_runtime_ready", "dataplane_connections",
+    "dataplane_uptime_seconds", "dataplane_resident_memory_bytes", "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
 }  # fmt: skip
 HISTOGRAMS = {f"dataplane_{series}_seconds" for series in SERIES}
@@ -42,11 +43,15 @@ def stats() -> Stats:
     return Stats()
 
 
+def one(slots: list[int], model: str | None) -> metrics.Partition:
+    return metrics.Partition("default", slots, model, True)
+
+
 def page(
     stats: Stats, slots: list[int] | None = None, model: str | None = "some-model"
 ) -> dict[str, Metric]:
     """Render and parse; each family by its name."""
-    text = metrics.render(stats, NO_SLOTS if slots is None else slots, model).decode()
+    text = metrics.render(stats, [one(NO_SLOTS if slots is None else slots, model)]).decode()
     families = list(text_string_to_metric_families(text))
     found = {family.name: family for family in families}
     assert len(found) == len(families), "a family stands twice"
@@ -79,7 +84,7 @@ def test_the_text_is_version_0_0_4(stats: Stats) -> None:
     assert metrics.CONTENT_TYPE == "text/plain; version=0.0.4; charset=utf-8"
     stats.answers[200] = 3
     stats.latency.record_ns(Series.INGRESS, 7_000)
-    text = metrics.render(stats, [5, 1, 0, 0, 0, 0, 0], 'a "b"\\\n').decode()
+    text = metrics.render(stats, [one([5, 1, 0, 0, 0, 0, 0], 'a "b"\\\n')]).decode()
     assert text.endswith("\n")
     for line in text.splitlines():
         assert _LINE.fullmatch(line), line

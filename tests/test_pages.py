@@ -54,7 +54,8 @@ class Asked:
         self.runtime = Runtime()
         self.status = "ok"
         self.now = 1000.0
-        self.pages = Pages(self.stats, self.runtime, lambda: self.status, lambda: self.now)
+        runtimes = {"default": self.runtime}
+        self.pages = Pages(self.stats, runtimes, lambda: self.status, lambda: self.now)
 
     def attach(self, slots: int = 4, attachment: int = 1, **other: Any) -> Any:
         """Put a runtime there; its state words."""
@@ -132,7 +133,7 @@ def test_a_page_that_fails_is_500_and_logged(
     def status() -> str:
         raise RuntimeError("broken")
 
-    pages = Pages(asked.stats, asked.runtime, status)
+    pages = Pages(asked.stats, {"default": asked.runtime}, status)
     with caplog.at_level(logging.ERROR):
         page = pages.get("/health", probes=False)
     assert page.status == 500

@@ -275,8 +275,7 @@ def test_the_counters_of_both_are_added_up() -> None:
     stats = Stats()
     stats.claimed, stats.completed, stats.failed = 10, 4, 1
     stats.answers.update({200: 4, 429: 2})
-    stats.hold_s = 1.0
-    assert stats.held_s() == 1.0
+    assert stats.held_s(1.0) == 1.0
     raw = SimpleNamespace(
         claimed=30, completed=20, cancelled=3, failed=2, ok=21, busy=0, negative=1, hold_s=2.0
     )
@@ -287,14 +286,15 @@ def test_the_counters_of_both_are_added_up() -> None:
     assert (counts.claimed, counts.completed, counts.cancelled, counts.failed) == (40, 24, 3, 3)
     assert counts.in_flight == stats.in_flight == 10
     assert (counts.negative, counts.datagrams_dropped) == (1, 9)
-    assert stats.held_s() == pytest.approx(1.75)
+    assert stats.held_s(1.0) == pytest.approx(1.75)
+    assert stats.held_s(0.0) == 2.0
     assert stats.health("ok")["claimed"] == 40
 
 
 def test_every_reason_of_the_raw_front_has_its_words() -> None:
     engine = PumpEngine()
     engine._vocab_size = 100
-    engine._listener = SimpleNamespace(ingress=SimpleNamespace(draining=False))  # type: ignore[assignment]
+    engine._listener = SimpleNamespace(ingresses=[SimpleNamespace(draining=False)])  # type: ignore[assignment]
 
     def words_of(why: int, a: int = 0, b: int = 0) -> tuple[int, str]:
         refusal = engine.refusal(Refused(1, why, a, b, n_tokens=4, queue_us=0))
@@ -309,5 +309,5 @@ def test_every_reason_of_the_raw_front_has_its_words() -> None:
     assert words_of(lib.DP_WHY_LATE, 2) == (408, "only 2 of 4 tokens came in time")
     assert words_of(lib.DP_WHY_HEADER_LATE, 20)[1] == "only 20 bytes of the header came in time"
     assert words_of(lib.DP_WHY_LOST) == (503, refusals.LOST)
-    engine._listener.ingress.draining = True  # type: ignore[union-attr]
+    engine._listener.ingresses[0].draining = True  # type: ignore[union-attr]
     assert words_of(lib.DP_WHY_LOST) == (503, refusals.DRAINING)

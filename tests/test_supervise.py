@@ -28,6 +28,17 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
     return write
 
 
+class Told(list[int]):
+    """What a supervisor was told of early ends."""
+
+    def end(self, again: bool) -> Callable[[int], bool]:
+        def note(status: int) -> bool:
+            self.append(status)
+            return again
+
+        return note
+
+
 def was_ready_once() -> Supervisor:
     supervisor = Supervisor(["echo"], lambda status: pytest.fail("it was ready once"))
     supervisor.ready()
@@ -38,7 +49,7 @@ def was_ready_once() -> Supervisor:
 def waits(caplog: pytest.LogCaptureFixture) -> list[float]:
     """The waits before each new start, as they were logged."""
     arguments = [record.args for record in caplog.records if "starts again" in record.msg]
-    return [float(str(each[1])) for each in arguments if isinstance(each, tuple)]
+    return [float(str(each[2])) for each in arguments if isinstance(each, tuple)]
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -64,16 +75,34 @@ def test_the_wait_grows_up_to_its_bound(
 
 def test_an_early_end_is_told_and_final(script: Script) -> None:
     script("exit 3")
-    told: list[int] = []
+    told = Told()
 
     async def main() -> None:
-        supervisor = Supervisor(["echo"], told.append)
+        supervisor = Supervisor(["echo"], told.end(again=False))
         supervisor.start()
         await until("it is told", lambda: told)
         await supervisor.stop()
 
     run(main())
     assert told == [3]
+
+
+def test_an_early_end_need_not_be_final(
+    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script("exit 3")
+    monkeypatch.setattr(supervise, "BACKOFF_FIRST_S", 0.01)
+    told = Told()
+
+    async def main() -> None:
+        supervisor = Supervisor(["echo"], told.end(again=True), "the fourth one")
+        supervisor.start()
+        await until("it is told again", lambda: len(told) >= 3)
+        await supervisor.stop()
+
+    run(main())
+    assert told[:3] == [3, 3, 3]
+    assert "the fourth one ended with status 3; it starts again in 0.0 s" in caplog.messages
 
 
 POLITE = "trap 'echo > {asked}; exit 0' TERM\necho > {up}\nwhile :; do sleep 0.02; done"

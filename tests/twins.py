@@ -293,7 +293,7 @@ class _Engine(PumpEngine):
 
     def start_in_memory(self, listener: Any) -> None:
         self._listener = listener
-        listener.ingress.stats.raw = lambda: lib.dp_raw_stats(self.pump.native)
+        listener.stats.raw = lambda: lib.dp_raw_stats(self.pump.native)
 
 
 class Server:

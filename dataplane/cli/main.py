@@ -17,10 +17,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dataplane import __version__
+from dataplane.cli.runtimes import RUNTIMES, Run
 from dataplane.config import (
     ADDRESS,
     BY_NAME,
@@ -28,11 +30,9 @@ from dataplane.config import (
     Setting,
     add_flags,
     decimal,
-    flag_values,
     integer,
     load,
     state_dir_of,
-    with_defaults,
 )
 from dataplane.errors import DataplaneError, UsageError
 
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["_Parser"]
 
 INTERRUPTED = 128 + signal.SIGINT
-
-_ECHO_FLAGS = ("socket", "bundle", "slots", "context", "max_output", "vocab_size", "token_delay_ms")
-_CUDA_FLAGS = ("socket", "bundle", "slots", "context", "max_output", "vocab_size", "admission")
-_MODEL_FLAGS = ("socket", "bundle", "slots", "context", "max_output", "state_dir")
 
 _MAX_OUTPUT = Setting("max_output", "N", integer(0, 2**32 - 1), "0", "most tokens to answer with")
 _CLIENT_SETTINGS = (
@@ -172,14 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     runtime = commands.add_parser("runtime", help="attach a runtime by hand", allow_abbrev=False)
     runtimes = runtime.add_subparsers(metavar="RUNTIME", required=True)
-    echo = _command(runtimes, "echo", _runtime_echo, "give each prompt back")
-    add_flags(echo, _ECHO_FLAGS)
-    text = "give each prompt back, all in kernels on a CUDA device"
-    add_flags(_command(runtimes, "cuda-echo", _runtime_cuda_echo, text), _CUDA_FLAGS)
-    smollm2 = _command(runtimes, "smollm2", _runtime_smollm2, "the small model on the CPU")
-    add_flags(smollm2, _MODEL_FLAGS)
-    text = "the small model on PyTorch: on a GPU where there is one"
-    add_flags(_command(runtimes, "smollm2-torch", _runtime_smollm2_torch, text), _MODEL_FLAGS)
+    for name, (text, flags, attach) in RUNTIMES.items():
+        add_flags(_command(runtimes, name, partial(_runtime, attach), text), flags)
     return parser
 
 
@@ -422,83 +412,5 @@ def _model_install(options: argparse.Namespace) -> int:
     return 0
 
 
-def _runtime_settings(
-    options: argparse.Namespace, runtime: str, names: Sequence[str]
-) -> dict[str, Any]:
-    if options.socket is None:
-        raise UsageError("--socket is required: the Unix socket that the daemon's --socket names")
-    values = flag_values(vars(options), names)
-    if "bundle" in values:
-        from dataplane.bundle import take
-
-        values = take(values["bundle"], runtime, values)
-    return with_defaults(values, names)
-
-
-def _runtime_echo(options: argparse.Namespace) -> int:
-    values = _runtime_settings(options, "echo", _ECHO_FLAGS)
-    from dataplane.runtime.echo import main as echo
-
-    return echo(
-        values["socket"],
-        values["slots"],
-        values["context"],
-        values["max_output"],
-        values["vocab_size"],
-        values["token_delay_ms"],
-        _say,
-    )
-
-
-def _runtime_cuda_echo(options: argparse.Namespace) -> int:
-    values = _runtime_settings(options, "cuda-echo", _CUDA_FLAGS)
-    from dataplane.runtime.cuda import KERNELS, CupyGpu
-    from dataplane.runtime.cuda_echo import main as cuda_echo
-
-    kernels = KERNELS
-    if values["bundle"] is not None:
-        from dataplane.bundle import read
-
-        kernels = read(values["bundle"]).kernels or kernels
-    return cuda_echo(
-        values["socket"],
-        values["slots"],
-        values["context"],
-        values["max_output"],
-        values["vocab_size"],
-        _say,
-        CupyGpu(kernels=kernels),
-        values["admission"],
-    )
-
-
-def _runtime_smollm2(options: argparse.Namespace) -> int:
-    from dataplane.runtime.smollm2 import main as smollm2
-
-    return _run_model(options, "smollm2", smollm2)
-
-
-def _runtime_smollm2_torch(options: argparse.Namespace) -> int:
-    try:
-        from dataplane.runtime.smollm2_torch import main as smollm2_torch
-    except ImportError as error:
-        raise UsageError(f"{error}: pip install -e '.[smollm2,torch]'") from error
-
-    return _run_model(options, "smollm2-torch", smollm2_torch)
-
-
-def _run_model(options: argparse.Namespace, runtime: str, run: Callable[..., object]) -> int:
-    values = _runtime_settings(options, runtime, _MODEL_FLAGS)
-    state_dir = values["state_dir"] or state_dir_of(None, os.environ)
-    from dataplane.identity import make_state_dir
-
-    make_state_dir(state_dir)
-    run(
-        values["socket"],
-        values["slots"],
-        values["context"],
-        values["max_output"],
-        _say,
-        cache_dir=state_dir,
-    )
-    return 0
+def _runtime(run: Run, options: argparse.Namespace) -> int:
+    return run(vars(options), _say)

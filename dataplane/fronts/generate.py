@@ -19,7 +19,7 @@ from dataplane.fronts.parameters import Body, pack_ids
 from dataplane.fronts.session import Session, exchange_of
 from dataplane.http3 import data_frame_header
 from dataplane.http3_fields import Code
-from dataplane.ingress import Ingress
+from dataplane.ingress import Ingress, Routes
 from dataplane.pages import Pages
 from dataplane.text import TextError, Tokenizer, TokenizerError
 
@@ -71,6 +71,9 @@ class TextModel(NamedTuple):
             return Refusal(Status.NO_TOKENIZER, str(error))
 
 
+NO_TEXT = TextModel(None, None)
+
+
 def _build(document: bytes, template: str | None) -> TextModel:
     """Read a tokeniser; one of no use is said and left out."""
     try:
@@ -84,36 +87,44 @@ class Generate:
     """The HTTP/3 front of one listener.
 
     Attributes:
-        model: The attached runtime's tokeniser and template.
+        routes: Who admits a request.
         finish_pass: Sends what a thread's end has led to; set by who owns the listener.
     """
 
     NO_ERROR = int(Code.NO_ERROR)
 
-    def __init__(self, ingress: Ingress, pages: Pages) -> None:
-        self.ingress = ingress
+    def __init__(self, routes: Routes, pages: Pages) -> None:
+        self.routes = routes
         self.pages = pages
-        self.model = TextModel(None, None)
-        self.answers = ingress.stats.answers
+        self._models: dict[Ingress, TextModel] = {}
+        self.answers = routes.stats.answers
         self.finish_pass: Callable[[], None] = _nothing
 
+    def model_of(self, ingress: Ingress) -> TextModel:
+        """Return the tokeniser and the template of the runtime that serves these slots."""
+        return self._models.get(ingress, NO_TEXT)
+
     def use_text(
-        self, document: bytes | None, template: str | None, done: Callable[[], None]
+        self,
+        ingress: Ingress,
+        document: bytes | None,
+        template: str | None,
+        done: Callable[[], None],
     ) -> None:
-        """Read the attached runtime's tokeniser in a thread; `done` is called when text is served.
+        """Read an attached runtime's tokeniser in a thread; `done` is called when text is served.
 
         It takes a third of a second, in which ids are served and text is 503.
         """
-        self.model = building = TextModel(None, template, document is not None)
+        building = self._models[ingress] = TextModel(None, template, document is not None)
         if document is None:
             done()
             return
 
         def built(future: asyncio.Future[TextModel]) -> None:
-            if future.cancelled() or self.model is not building:
+            if future.cancelled() or self._models[ingress] is not building:
                 return
             failed = future.exception() is not None
-            self.model = TextModel(None, template) if failed else future.result()
+            self._models[ingress] = TextModel(None, template) if failed else future.result()
             done()
 
         loop = asyncio.get_running_loop()
@@ -172,7 +183,7 @@ class Generate:
         """Give back what a stream holds."""
         exchange = exchange_of(state)
         if exchange.live:
-            self.ingress.leave(exchange)
+            exchange.ingress.leave(exchange)
 
     # What is answered.
 
@@ -187,7 +198,7 @@ class Generate:
         else:
             exchange.answered = True
             self.answers[_OK] += 1
-            out = reply.begin(exchange, ids, finish, self.ingress.slots)
+            out = reply.begin(exchange, ids, finish, exchange.ingress.slots)
         if finish:
             exchange.extra = None
             del connection.streams[stream_id]

@@ -88,6 +88,14 @@ def read_header_parameters(fields: Fields, n_tokens: int = 0, width: int = 4) ->
     return Request(n_tokens, width, **values)
 
 
+def key_of(fields: Fields) -> bytes | None:
+    """Return the API key of a request: a bearer token (RFC 6750 section 2.1), or `x-api-key`."""
+    scheme, _, token = fields.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and (token := token.strip()):
+        return token
+    return fields.get(b"x-api-key")
+
+
 def read_binary(fields: Fields, parameter: bytes, length: int) -> Request | Refusal:
     """Return the request of a binary body; `parameter` is what follows `;` in its media type."""
     width = 4

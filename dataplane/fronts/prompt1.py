@@ -10,7 +10,7 @@ from typing import Any
 from dataplane import refusals
 from dataplane.errors import Refusal, ResetCode, Status
 from dataplane.exchange import Exchange
-from dataplane.ingress import Ingress
+from dataplane.ingress import Ingress, Routes
 from dataplane.prompt1 import (
     NO_SLOT,
     encode_end,
@@ -46,9 +46,11 @@ class Prompt1:
 
     NO_ERROR = 0
 
-    def __init__(self, ingress: Ingress) -> None:
-        self._ingress = ingress
-        self._answers = ingress.stats.answers
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._home = routes.home
+        self._sole = routes.sole
+        self._answers = routes.stats.answers
 
     # What the peer did.
 
@@ -89,18 +91,21 @@ class Prompt1:
             if waiting is None:
                 waiting = _Header(self, connection, stream_id, data)
                 connection.streams[stream_id] = waiting
-                self._ingress.expect_header(waiting)
+                self._home.expect_header(waiting)
             return
         if waiting is not None:
-            self._ingress.expect_no_header(waiting)
+            self._home.expect_no_header(waiting)
         if isinstance(request, Refusal):
             self.refuse_stream(connection, stream_id, 0, request, fin)
             return
-        ingress = self._ingress
+        ingress = self._sole or self._routes.of(request.api_key)
+        if isinstance(ingress, Refusal):
+            self.refuse_stream(connection, stream_id, request.request_id, ingress, fin)
+            return
         exchange = ingress.claim(self, connection, stream_id, request, at_ns)
         if isinstance(exchange, Refusal):
             self.refuse_stream(
-                connection, stream_id, request.request_id, exchange, fin, ingress.queue_us
+                connection, stream_id, request.request_id, exchange, fin, ingress.queue_us, ingress
             )
             return
         connection.streams[stream_id] = exchange
@@ -111,14 +116,14 @@ class Prompt1:
     def drop_header(self, state: _Header) -> None:
         """Forget a header that is not waited for any more."""
         state.connection.streams.pop(state.stream_id, None)
-        self._ingress.expect_no_header(state)
+        self._home.expect_no_header(state)
 
     def _body(self, exchange: Exchange, data: bytes, offset: int, fin: bool, at_ns: int) -> None:
         length = len(data) - offset
         if fin:
-            refusal = self._ingress.submit(exchange, data, offset, length, at_ns)
+            refusal = exchange.ingress.submit(exchange, data, offset, length, at_ns)
         elif length:
-            refusal = self._ingress.write(exchange, data, offset, length)
+            refusal = exchange.ingress.write(exchange, data, offset, length)
         else:
             return
         if refusal is not None:
@@ -134,9 +139,9 @@ class Prompt1:
         if state is CLOSED:
             return
         if state.__class__ is _Header:
-            self._ingress.expect_no_header(state)
+            self._home.expect_no_header(state)
         elif state is not None and state.live:
-            self._ingress.leave(state)
+            state.ingress.leave(state)
         if not stream_id & _UNIDIRECTIONAL:
             connection.reset(stream_id, 0)
 
@@ -150,9 +155,9 @@ class Prompt1:
             return state is CLOSED
         ends_itself = state.__class__ is Exchange and not state.writing
         if state.__class__ is _Header:
-            self._ingress.expect_no_header(state)
+            self._home.expect_no_header(state)
         elif state.live:
-            self._ingress.leave(state)
+            state.ingress.leave(state)
         if ends_itself:
             del connection.streams[stream_id]
         else:
@@ -166,16 +171,16 @@ class Prompt1:
         if state is not CLOSED:  # then what the client still sends has to be told from a header
             connection.streams.pop(stream_id, None)
         if state.__class__ is Exchange and state.live:
-            self._ingress.leave(state)
+            state.ingress.leave(state)
         connection.reset(stream_id, int(ResetCode.SLOW_READER))
 
     def left(self, connection: Any) -> None:
         """The connection is over."""
         for state in connection.streams.values():
             if state.__class__ is _Header:
-                self._ingress.expect_no_header(state)
+                self._home.expect_no_header(state)
             elif state is not CLOSED and state.live:
-                self._ingress.leave(state)
+                state.ingress.leave(state)
         connection.streams.clear()
 
     def drain(self, connection: Any) -> None:
@@ -216,6 +221,7 @@ class Prompt1:
             refusal,
             ended,
             exchange.queue_us,
+            exchange.ingress,
         )
 
     def refuse_stream(
@@ -226,11 +232,16 @@ class Prompt1:
         refusal: Refusal,
         ended: bool,
         queue_us: int = 0,
+        ingress: Ingress | None = None,
     ) -> None:
-        """Send the whole answer and FIN, then STOP_SENDING if the client's own FIN has not come."""
+        """Send the whole answer and FIN, then STOP_SENDING if the client's own FIN has not come.
+
+        `ingress` is who would have admitted it, where that is known.
+        """
         status, reason, retry_after_ms = refusal
         self._answers[int(status)] += 1
-        free_left = 0 if status == Status.BUSY else self._ingress.free_slots()
+        ingress = ingress or self._sole
+        free_left = ingress.free_slots() if ingress and status != Status.BUSY else 0
         verdict = encode_verdict(
             status, NO_SLOT, request_id, queue_us, 0, retry_after_ms, free_left
         )

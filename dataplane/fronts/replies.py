@@ -209,6 +209,8 @@ def problem(
         headers.append((b"server-timing", b"queue;dur=%.3f" % (queue_us / 1000)))
     if status in (Status.BUSY, Status.UNAVAILABLE):
         headers += retry_fields(retry_after_ms)
+    elif status == Status.UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))  # RFC 9110 section 15.5.2
     return headers, body
 
 

@@ -21,6 +21,7 @@ from dataplane.fronts.parameters import (
     Body,
     apply_sampling,
     json_limit,
+    key_of,
     preferred_form,
     read_binary,
     read_header_parameters,
@@ -30,6 +31,7 @@ from dataplane.fronts.parameters import (
 from dataplane.http3 import Http3, data_frame_header
 from dataplane.http3_fields import Code, Data, Fields, Pair
 from dataplane.http_names import BINARY, EVENTS, GENERATE, JSON, VISIBLE_ID
+from dataplane.ingress import Ingress
 from dataplane.prompt1 import Request
 
 if TYPE_CHECKING:
@@ -130,7 +132,9 @@ class Session:
         if stream_id in http3.streams or stream_id & 3 or http3.closed:
             return False
         front, connection = self.front, self.connection
-        ingress = front.ingress
+        ingress = front.routes.sole
+        if ingress is None:
+            return False  # a key decides, and the short way reads none
         exchange = ingress.publish_whole(front, connection, stream_id, data, at, size, at_ns)
         if exchange is None:
             return False
@@ -139,7 +143,7 @@ class Session:
         request_id = ingress.given_id
         if isinstance(exchange, Refusal):
             self.fin = True
-            self._refuse_new(stream_id, exchange, request_id, ingress.queue_us)
+            self._refuse_new(stream_id, exchange, request_id, ingress.queue_us, ingress)
             return True
         exchange.extra = replies.Binary(request_id) if request_id else replies.PLAIN
         connection.streams[stream_id] = exchange
@@ -153,14 +157,14 @@ class Session:
         if self.http3.awaits_header(stream_id):
             if stream_id not in self.headers and not self.connection.gone:
                 waiting = self.headers[stream_id] = _Header(self, stream_id)
-                self.front.ingress.expect_header(waiting)
+                self.front.routes.home.expect_header(waiting)
         else:
             self._drop_header(stream_id)
 
     def _drop_header(self, stream_id: int) -> None:
         waiting = self.headers.pop(stream_id, None)
         if waiting is not None:
-            self.front.ingress.expect_no_header(waiting)
+            self.front.routes.home.expect_no_header(waiting)
 
     def forget_headers(self) -> None:
         """The connection is over."""
@@ -195,7 +199,7 @@ class Session:
         """A piece of a body: into the slot, or to what was gathered."""
         state = self.connection.streams.get(stream_id)
         if state.__class__ is Exchange:
-            ingress = self.front.ingress
+            ingress = state.ingress
             if self.fin and end - start == state.body_bytes and end == len(data):
                 # The whole body, and the request ends with it: both cost one call.
                 refusal = ingress.submit(state, bytes(data), start, end - start, self.at_ns)
@@ -215,7 +219,7 @@ class Session:
         state = self.connection.streams.get(stream_id)
         if state.__class__ is Exchange:
             if state.writing:
-                refusal = self.front.ingress.submit(state, b"", 0, 0, self.at_ns)
+                refusal = state.ingress.submit(state, b"", 0, 0, self.at_ns)
                 if refusal is not None:
                     self.refuse_held(state, refusal, True)
         elif state.__class__ is Gathering:
@@ -239,7 +243,7 @@ class Session:
         if state is not None:
             exchange = exchange_of(state)
             if status and exchange.live and not exchange.answered:
-                refusal = self.front.ingress.give_up(exchange, Refusal(Status(status), reason))
+                refusal = exchange.ingress.give_up(exchange, Refusal(Status(status), reason))
                 self.refuse_held(exchange, refusal, self.fin)
                 return
             self.front.leave(state)
@@ -299,7 +303,7 @@ class Session:
         if kind == BINARY:
             request = read_binary(fields, parameter, length)
         elif kind == JSON:
-            request = self._read_json_header(fields, length)
+            request = read_header_parameters(fields)
         else:
             request = Refusal(
                 Status.MEDIA_TYPE,
@@ -308,9 +312,14 @@ class Session:
         if isinstance(request, Refusal):
             return self._refuse_new(stream_id, request, request_id)
         front, connection = self.front, self.connection
-        exchange = front.ingress.claim(front, connection, stream_id, request, self.at_ns)
+        ingress = front.routes.of(key_of(fields))
+        if isinstance(ingress, Refusal):
+            return self._refuse_new(stream_id, ingress, request_id)
+        too_large = _json_too_large(ingress, length) if kind == JSON else None
+        exchange = too_large or ingress.claim(front, connection, stream_id, request, self.at_ns)
         if isinstance(exchange, Refusal):
-            return self._refuse_new(stream_id, exchange, request_id, front.ingress.queue_us)
+            queue_us = 0 if too_large else ingress.queue_us
+            return self._refuse_new(stream_id, exchange, request_id, queue_us, ingress)
         accept = fields.get(b"accept")
         if kind == JSON:
             request_id = request_id or b"%016x" % exchange.request_id
@@ -319,29 +328,22 @@ class Session:
         else:
             form = BINARY if accept is None else preferred_form(accept, BINARY)
             exchange.body_bytes = length
-            exchange.extra = self._reply(form, request_id)
+            exchange.extra = self._reply(ingress, form, request_id)
             connection.streams[stream_id] = exchange
         if not self.fin:
-            front.ingress.expect_body(exchange)
+            ingress.expect_body(exchange)
         return True
-
-    def _read_json_header(self, fields: Fields, length: int) -> Request | Refusal:
-        limit = json_limit(self.front.ingress.context)
-        if length > limit:
-            return Refusal(
-                Status.TOO_LARGE, f"the JSON body has {length} bytes; at most {limit} are taken"
-            )
-        return read_header_parameters(fields)
 
     def _submit_json(self, state: Gathering) -> None:
         """The JSON body is whole: read it, write its ids into the slot, publish."""
-        exchange, ingress = state.exchange, self.front.ingress
+        exchange = state.exchange
+        ingress = exchange.ingress
         exchange.complete_ns = self.at_ns
         body = read_json(state.data)
         if isinstance(body, Refusal):
             self._settle(exchange, body)
             return
-        model = self.front.model
+        model = self.front.model_of(ingress)
         if body.token_ids is None and model.tokenizer and len(state.data) > _INLINE_TEXT:
             ingress.expect_body(exchange)  # The deadline holds also if the body came at once,
             exchange.body_due = math.inf  # and the body's time-out not any more.
@@ -362,11 +364,12 @@ class Session:
         """Refuse a whole request if something is wrong with it."""
         if refusal is not None:
             if exchange.live:
-                self.front.ingress.give_up(exchange, refusal)
+                exchange.ingress.give_up(exchange, refusal)
             self.refuse_held(exchange, refusal, True)
 
     def _write_json(self, state: Gathering, body: Body, ids: bytes | Refusal) -> Refusal | None:
-        exchange, ingress = state.exchange, self.front.ingress
+        exchange = state.exchange
+        ingress: Ingress = exchange.ingress
         request = apply_sampling(state.request, body.sampling_params)
         if isinstance(request, Refusal):
             return request
@@ -376,14 +379,14 @@ class Session:
         if refusal is not None:
             return refusal
         form = preferred_form(state.accept, EVENTS if body.stream else JSON)
-        exchange.extra = self._reply(form, state.request_id)
+        exchange.extra = self._reply(ingress, form, state.request_id)
         self.connection.streams[exchange.stream_id] = exchange
         return ingress.submit(exchange, ids, 0, len(ids), exchange.complete_ns)
 
-    def _reply(self, form: bytes, request_id: bytes) -> replies.Reply:
+    def _reply(self, ingress: Ingress, form: bytes, request_id: bytes) -> replies.Reply:
         if form == BINARY:
             return replies.Binary(request_id) if request_id else replies.PLAIN
-        tokenizer = self.front.model.tokenizer
+        tokenizer = self.front.model_of(ingress).tokenizer
         if form == JSON:
             return replies.Json(request_id, tokenizer)
         return replies.Events(request_id, tokenizer)
@@ -405,7 +408,7 @@ class Session:
                 refusal = refusal._replace(reason=came)
         else:
             request_id = replies.request_id_of(exchange.extra, exchange)
-        limits = replies.Limits(self.front.ingress.slots, exchange.free_left)
+        limits = replies.Limits(exchange.ingress.slots, exchange.free_left)
         headers, body = replies.problem(
             refusal, request_id, exchange.queue_us, limits, exchange.slot
         )
@@ -414,10 +417,15 @@ class Session:
             self.http3.discard(stream_id)
 
     def _refuse_new(
-        self, stream_id: int, refusal: Refusal, request_id: bytes, queue_us: int = 0
+        self,
+        stream_id: int,
+        refusal: Refusal,
+        request_id: bytes,
+        queue_us: int = 0,
+        ingress: Ingress | None = None,
     ) -> bool:
         """Refuse a request that holds no slot, before its body; it is not read any further."""
-        limits = self._limits(refusal.status)
+        limits = self._limits(refusal.status, ingress)
         headers, body = replies.problem(refusal, request_id or new_request_id(), queue_us, limits)
         self._send_whole(stream_id, refusal.status, headers, body, self.fin)
         return False
@@ -435,7 +443,12 @@ class Session:
     def _page(self, stream_id: int, fields: Fields, target: str) -> bool:
         """Answer a GET or HEAD, or what names no path."""
         request_id = _given_id(fields) or new_request_id()
-        page = self.front.pages.get(target, probes=False, request_id=request_id.decode())
+        ingress = self._reader(fields, target)
+        if isinstance(ingress, Refusal):
+            return self._refuse_new(stream_id, ingress, request_id)
+        page = self.front.pages.get(
+            target, False, request_id.decode(), None if ingress is None else ingress.name
+        )
         is_head = fields[b":method"] == b"HEAD"
         if len(page.body) > _LARGE_PAGE and not is_head and self.connection.overfull():
             reason = "too much waits on this connection to be read: read it, then ask again"
@@ -445,16 +458,26 @@ class Session:
             (b":status", b"%d" % page.status),
             (b"content-type", page.content_type.encode()),
             (b"content-length", b"%d" % len(page.body)),
-            *replies.common_fields(request_id, 0, self._limits(page.status)),
+            *replies.common_fields(request_id, 0, self._limits(page.status, ingress)),
         ]
         if page.status == Status.UNAVAILABLE:
-            headers += replies.retry_fields(self.front.ingress.retry_after_ms())
+            asked = ingress or self.front.routes.home
+            headers += replies.retry_fields(asked.retry_after_ms())
         self._send_page(stream_id, fields, page.status, headers, page.body)
         return False
 
-    def _limits(self, status: int) -> replies.Limits:
+    def _reader(self, fields: Fields, target: str) -> Ingress | Refusal | None:
+        """Return whose pages a request may read; None: those of all, or what shows nobody's."""
+        routes = self.front.routes
+        if routes.sole is not None or not self.front.pages.is_about_a_partition(target):
+            return routes.sole
+        return routes.of(key_of(fields))
+
+    def _limits(self, status: int, ingress: Ingress | None = None) -> replies.Limits:
         """Return the slots there are, and those that are left for an answer that held none."""
-        ingress = self.front.ingress
+        ingress = ingress or self.front.routes.sole
+        if ingress is None:
+            return replies.Limits(0, 0)
         return replies.Limits(ingress.slots, 0 if status == Status.BUSY else ingress.free_slots())
 
     def _send_page(
@@ -478,6 +501,13 @@ class Session:
         connection.send(stream_id, out, True)
         if not ended:
             connection.stop(stream_id, _NO_ERROR)
+
+
+def _json_too_large(ingress: Ingress, length: int) -> Refusal | None:
+    limit = json_limit(ingress.context)
+    if length <= limit:
+        return None
+    return Refusal(Status.TOO_LARGE, f"the JSON body has {length} bytes; at most {limit} are taken")
 
 
 def _given_id(fields: Fields) -> bytes:

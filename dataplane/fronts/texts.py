@@ -40,5 +40,5 @@ def start(session: "Session", state: "Gathering", body: Body, model: "TextModel"
             front.finish_pass()
 
     loop = asyncio.get_running_loop()
-    future = loop.run_in_executor(None, model.encode, body, front.ingress.context)
+    future = loop.run_in_executor(None, model.encode, body, state.exchange.ingress.context)
     future.add_done_callback(done)

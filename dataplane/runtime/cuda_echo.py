@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 
 from dataplane.errors import DetachedError
-from dataplane.manifest import Manifest
+from dataplane.manifest import DEFAULT_PARTITION, Manifest
 from dataplane.runtime.cuda import CudaRuntime, Gpu, Mode, Stream, attach
 
 JOB_BYTES = 24
@@ -59,10 +59,13 @@ def main(
     say: Callable[[str], None] = lambda text: None,
     gpu: Gpu | None = None,
     mode: Mode = "tick",
+    *,
+    partition: str = DEFAULT_PARTITION,
 ) -> int:
     """Attach and serve; the exit status."""
     manifest = Manifest(
         model="cuda-echo",
+        partition=partition,
         table="device",
         slots=slots,
         context=context,

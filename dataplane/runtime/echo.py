@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from dataplane.errors import DetachedError
+from dataplane.manifest import DEFAULT_PARTITION
 from dataplane.runtime import Finish, Manifest, Runtime, Taken, attach
 
 IDLE_S = 0.25
@@ -78,10 +79,17 @@ def main(
     vocab_size: int,
     token_delay_ms: float = 0.0,
     say: Callable[[str], None] = lambda text: None,
+    *,
+    partition: str = DEFAULT_PARTITION,
 ) -> int:
     """Attach and serve; the exit status."""
     manifest = Manifest(
-        model="echo", slots=slots, context=context, max_output=max_output, vocab_size=vocab_size
+        model="echo",
+        partition=partition,
+        slots=slots,
+        context=context,
+        max_output=max_output,
+        vocab_size=vocab_size,
     )
     with attach(socket_path, manifest) as runtime:
         runtime.ready()

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane import model
+from dataplane.manifest import DEFAULT_PARTITION
 from dataplane.runtime import DetachedError, Finish, Manifest, attach
 from dataplane.runtime.llama import EngineError, LlamaBatcher
 
@@ -254,6 +255,7 @@ def main(
     say: Callable[[str], None],
     *,
     cache_dir: Path,
+    partition: str = DEFAULT_PARTITION,
 ) -> int:
     """Load the model, attach, and serve until the daemon is gone; the exit status.
 
@@ -264,11 +266,13 @@ def main(
         max_output: The longest answer, in ids.
         say: Takes one line of progress.
         cache_dir: Where the tokenizer.json is kept that is built once from the model.
+        partition: Which of the daemon's it serves.
     """
     files = model.locate()
     tokenizer = model.tokenizer_json(files, cache_dir)
     manifest = Manifest(
         model=model.NAME,
+        partition=partition,
         slots=slots,
         context=context,
         max_output=max_output,

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from dataplane import model
 from dataplane.errors import DataplaneError
+from dataplane.manifest import DEFAULT_PARTITION
 from dataplane.model import ModelFiles
 from dataplane.region import Region, available_memory
 from dataplane.runtime import (
@@ -361,6 +362,7 @@ def main(
     say: Callable[[str], None],
     *,
     cache_dir: Path,
+    partition: str = DEFAULT_PARTITION,
 ) -> int:
     """Load the model, attach, and serve until the daemon is gone; the exit status.
 
@@ -376,6 +378,7 @@ def main(
     warm_up(batcher)
     manifest = Manifest(
         model=model.NAME,
+        partition=partition,
         slots=slots,
         context=context,
         max_output=max_output,
