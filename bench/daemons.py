@@ -13,7 +13,7 @@ from bench import work
 from bench.launch import LaunchError, Server, server
 from bench.measure import CLIENT_CORE
 from dataplane.cli.demo import parse_ready
-from dataplane.config import Address, parse_address
+from dataplane.kinds import Address, parse_address
 from dataplane.load import Load
 from dataplane.load import Server as Target
 from dataplane.load.tally import Outcome

@@ -17,8 +17,8 @@ import numpy as np
 
 from bench import work
 from bench.daemons import AUTHORITY, page
-from dataplane.config import Address, parse_address
 from dataplane.http3 import Http3, data_frame_header
+from dataplane.kinds import Address, parse_address
 from dataplane.load import Load, Server
 from dataplane.load.tally import quantiles
 from dataplane.load.wire import H3Dialogue

@@ -5,15 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.config import (
-    SETTINGS,
-    ServeConfig,
-    add_flags,
-    format_address,
-    load,
-    parse_address,
-)
+from dataplane.config import SETTINGS, ServeConfig, add_flags, load
 from dataplane.errors import UsageError
+from dataplane.kinds import format_address, parse_address
 
 BUSY = "DATAPLANE_BUSY_POLL"
 

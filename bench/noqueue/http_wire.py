@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from bench.noqueue.exchange import Exchange
-from dataplane.config import Address
+from dataplane.kinds import Address
 
 _READ = 1 << 16
 _CONNECT_S = 5.0

@@ -23,8 +23,8 @@ from bench.noqueue.exchange import Exchange
 from dataplane import quic as private
 from dataplane.client.link import closing_words
 from dataplane.client.wire import AnswerReader, reset_words
-from dataplane.config import Address
 from dataplane.errors import DataplaneError, Status, UnavailableError
+from dataplane.kinds import Address
 from dataplane.prompt1 import ALPN
 
 _DATAGRAM = 2048

@@ -26,7 +26,7 @@ from bench.noqueue.http_wire import HttpWire, encode_post
 from bench.noqueue.quic_wire import QuicWire
 from bench.noqueue.shape import VOCAB_SIZE, Shape
 from dataplane.cli.demo import parse_ready
-from dataplane.config import Address, parse_address
+from dataplane.kinds import Address, parse_address
 from dataplane.prompt1 import Request, encode_request
 
 DATAPLANE = "dataplane"

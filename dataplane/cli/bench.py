@@ -33,8 +33,9 @@ from rich.table import Table
 from dataplane import quic as private
 from dataplane.cli.demo import ChildDaemon
 from dataplane.client import read_ca
-from dataplane.config import SOCKET_NAME, Address, format_address, parse_address
+from dataplane.config import SOCKET_NAME
 from dataplane.errors import UnavailableError, UsageError
+from dataplane.kinds import Address, format_address, parse_address
 from dataplane.load import Load, Server
 from dataplane.load.tally import Outcome, quantiles
 from dataplane.load.wire import dialogues

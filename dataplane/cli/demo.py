@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 from dataplane.cli import ask as cli_client
 from dataplane.cli.prompts import ByteCodec, model_codec
-from dataplane.config import SOCKET_NAME, Address, parse_address
+from dataplane.config import SOCKET_NAME
 from dataplane.errors import UnavailableError
+from dataplane.kinds import Address, parse_address
 
 # The daemon itself gives a runtime 120 s to be ready.
 READY_WITHIN_S = 150.0

@@ -23,18 +23,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dataplane import __version__
 from dataplane.cli.runtimes import RUNTIMES, Run
-from dataplane.config import (
-    ADDRESS,
-    BY_NAME,
-    PATH,
-    Setting,
-    add_flags,
-    decimal,
-    integer,
-    load,
-    state_dir_of,
-)
+from dataplane.config import BY_NAME, Setting, add_flags, load, state_dir_of
 from dataplane.errors import DataplaneError, UsageError
+from dataplane.kinds import ADDRESS, PATH, decimal, integer
 
 if TYPE_CHECKING:
     from dataplane.cli.ask import Question

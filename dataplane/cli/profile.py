@@ -21,8 +21,8 @@ from dataplane.cli.bench import Plan, Target
 from dataplane.cli.demo import ChildDaemon
 from dataplane.cli.sampler import STAGES
 from dataplane.client import read_ca
-from dataplane.config import Address, parse_address
 from dataplane.errors import UnavailableError
+from dataplane.kinds import Address, parse_address
 from dataplane.load import Server
 
 _MEANING = {

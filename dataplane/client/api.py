@@ -39,11 +39,12 @@ from dataplane.client.wire import (
     encode_prompt,
     reset_words,
 )
-from dataplane.config import parse_address, state_dir_of
+from dataplane.config import state_dir_of
 from dataplane.errors import DataplaneError, Status, UnavailableError, UsageError
 from dataplane.http_names import ALPN as H3_ALPN
 from dataplane.http_names import FINISH_WORDS
 from dataplane.identity import CA_CERT
+from dataplane.kinds import parse_address
 from dataplane.prompt1 import ALPN, Request, Verdict
 
 __all__ = ["Answer", "Client", "Http3Client", "ResetError", "Result", "connect", "read_ca"]

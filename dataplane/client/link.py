@@ -26,8 +26,8 @@ from aioquic.quic.packet import QuicErrorCode
 from aioquic.tls import AlertDescription
 
 from dataplane.client.transport import PumpTransport, Transport
-from dataplane.config import Address, format_address
 from dataplane.errors import UnavailableError
+from dataplane.kinds import Address, format_address
 
 KEEP_ALIVE_S = 0.5
 _RECEIVE_BUFFER = 1 << 20

@@ -30,8 +30,8 @@ from aioquic.quic.connection import QuicConnection
 
 from dataplane._native import ffi, lib
 from dataplane.client.transport import Hub, PumpTransport, Transport
-from dataplane.config import Address, format_address
 from dataplane.errors import UnavailableError
+from dataplane.kinds import Address, format_address
 from dataplane.load.link import Link
 from dataplane.load.native import H3, RAW, UNREACHABLE, NativeRun
 from dataplane.load.tally import LOST, Outcome, Schedule, Tally
