@@ -26,6 +26,8 @@ from dataplane import quic as private
 
 _log = logging.getLogger("dataplane.connection")
 
+CID_BYTES = 8
+"""Of the connection IDs that are given out here; what is no longer than that is no packet."""
 UNREAD_PATIENCE_S = 3.0
 """At the end, a peer that takes nothing for so long is not waited for."""
 BUFFER_LIMIT = 4 << 20

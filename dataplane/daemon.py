@@ -24,13 +24,14 @@ from dataplane.fronts.generate import Generate
 from dataplane.fronts.prompt1 import Prompt1
 from dataplane.identity import Identity, load_identity, make_state_dir
 from dataplane.ingress import Ingress, Routes
-from dataplane.listener import Engine, Listener, SocketEngine, WakingSelector
+from dataplane.listener import Engine, Listener, WakingSelector
 from dataplane.manifest import DEFAULT_PARTITION, Manifest
 from dataplane.pages import Pages, Resident, Runtimes
 from dataplane.partitions import check_devices
 from dataplane.pump_engine import LISTENERS, PumpEngine
 from dataplane.region import create_region
 from dataplane.served import CUDA_RUNTIMES, Served
+from dataplane.socket_engine import SocketEngine
 from dataplane.sockets import bind
 from dataplane.stats import Stats
 from dataplane.tenants import KeyedRoutes

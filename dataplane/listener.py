@@ -5,8 +5,8 @@ then send the output that the runtime made meanwhile; then ask each connection t
 send once, and hand it all to the kernel. Nothing here waits for anything but the socket, the
 runtime's eventfd and the next timer.
 
-What is below that, an *engine* does: `SocketEngine` has aioquic do every packet, and is the
-reference; `dataplane.pump_engine` has the packet pump do those of established connections.
+What is below that, an *engine* does: `dataplane.socket_engine` has aioquic do every packet, and is
+the reference; `dataplane.pump_engine` has the packet pump do those of established connections.
 """
 
 import asyncio
@@ -31,21 +31,17 @@ from aioquic.quic.packet import (
     pull_quic_header,
 )
 
-from dataplane._native import ffi, lib
-from dataplane.connection import Connection, StreamFront
+from dataplane.connection import CID_BYTES, Connection, StreamFront
 from dataplane.errors import ResetCode
 from dataplane.ingress import Ingress
 from dataplane.quic import encode_refusal, reset_token
 from dataplane.region import Region
+from dataplane.socket_engine import SocketEngine
 
 _log = logging.getLogger("dataplane.listener")
 
-CID_BYTES = 8
 _SMALLEST_INITIAL = 1200
 _HOUSEKEEPING_S = 1.0
-_BATCH: int = lib.DP_UDP_BATCH
-_DATAGRAM: int = lib.DP_UDP_DATAGRAM
-_PATH_BYTES: int = ffi.sizeof("struct dp_path")
 # Of stateless resets (RFC 9000 section 10.3): the shortest there is, one that looks like any short
 # packet, and how many a second, since each answers a stranger.
 _RESET_MIN = 21
@@ -60,38 +56,6 @@ class Sender(Protocol):
     def queue(self, data: bytes, path: bytes) -> None: ...
 
 
-class Socket:
-    """A UDP socket with its native batches."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
-        self.udp = ffi.gc(lib.dp_udp_new(sock.fileno()), lib.dp_udp_free)
-        failed = lib.dp_udp_prepare(self.udp)
-        if failed:
-            raise OSError(-failed, "the socket cannot give receive times")
-        self.datagrams = [lib.dp_udp_datagram(self.udp, i) for i in range(lib.DP_UDP_BATCH)]
-        self.data = [ffi.buffer(d.data) for d in self.datagrams]
-        self.paths = [ffi.buffer(ffi.addressof(d, "path")) for d in self.datagrams]
-
-    def queue(self, data: bytes, path: bytes) -> None:
-        """Add a datagram to the batch that `flush` sends."""
-        lib.dp_udp_queue(self.udp, data, len(data), path)
-
-    def flush(self) -> int:
-        """Send the batch; how many datagrams the kernel did not take."""
-        return int(lib.dp_udp_flush(self.udp))
-
-    def warm_up(self) -> None:
-        """Receive a datagram of our own: the kernel's first stamp after enabling is the read's."""
-        try:
-            self.socket.sendto(b"\0", self.socket.getsockname())
-        except OSError:
-            return  # A wildcard address on a host without that family; the first stamp may be late.
-        for _ in range(1000):
-            if lib.dp_udp_receive(self.udp):
-                return
-
-
 class Engine(Protocol):
     """What a listener runs on: sockets, connections, and the raw front's slots if it has one."""
 
@@ -99,70 +63,6 @@ class Engine(Protocol):
     def stop(self) -> None: ...
     def flush(self) -> int: ...
     def connection(self, listener: "Listener", quic: QuicConnection, sender: Any) -> Connection: ...
-    def attach(self, region: Region, max_writing: int, body_timeout: float, null: bool) -> None: ...
-    def detach(self) -> None: ...
-    def drain(self) -> None: ...
-    def end_all(self, code: ResetCode) -> None: ...
-
-
-class SocketEngine:
-    """The reference: aioquic does every packet, and Python every request."""
-
-    def __init__(self) -> None:
-        self._sockets: list[Socket] = []
-        self._listener: Listener | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def start(self, listener: "Listener", sockets: list[socket.socket]) -> None:
-        """Serve these sockets on the running loop."""
-        self._listener = listener
-        self._loop = asyncio.get_running_loop()
-        for sock in sockets:
-            native = Socket(sock)
-            native.warm_up()
-            self._sockets.append(native)
-            self._loop.add_reader(sock.fileno(), self._readable, native)
-
-    def stop(self) -> None:
-        """Leave the sockets."""
-        for native in self._sockets:
-            assert self._loop is not None
-            self._loop.remove_reader(native.socket.fileno())
-
-    def flush(self) -> int:
-        """Send what is queued; how many datagrams the kernel did not take."""
-        return sum(native.flush() for native in self._sockets)
-
-    def connection(self, listener: "Listener", quic: QuicConnection, sender: Any) -> Connection:
-        """Make the connection of a first datagram that came by `sender`."""
-        return Connection(quic, listener, sender)
-
-    def _readable(self, native: Socket) -> None:
-        """Drain up to a batch: what arrives while the first datagrams are worked on belongs to the
-        same pass, since answering costs most per pass."""
-        listener = self._listener
-        assert listener is not None
-        now = _monotonic()
-        listener.begin_pass(now)
-        drained = 0
-        while drained < _BATCH:
-            count = lib.dp_udp_receive(native.udp)
-            if count <= 0:
-                break
-            self._receive(listener, native, count, now)
-            drained += count
-        listener.end_pass()
-
-    @staticmethod
-    def _receive(listener: "Listener", native: Socket, count: int, now: float) -> None:
-        datagrams, buffers, paths = native.datagrams, native.data, native.paths
-        for i in range(count):
-            datagram = datagrams[i]
-            length = datagram.length
-            if CID_BYTES < length <= _DATAGRAM:
-                at_ns = datagram.received_ns or time.time_ns()
-                listener.deliver(native, buffers[i][:length], paths[i][:], now, at_ns)
-
     def attach(self, region: Region, max_writing: int, body_timeout: float, null: bool) -> None: ...
     def detach(self) -> None: ...
     def drain(self) -> None: ...

@@ -18,7 +18,7 @@ from aioquic.quic.packet_builder import QuicPacketBuilder
 from aioquic.tls import Epoch
 from pumped_ends import CLIENT, REBOUND, Plain, Pumped, Wire, connect
 
-from dataplane import connection, egress, ingress, listener, pump, refusals
+from dataplane import connection, egress, ingress, pump, refusals
 from dataplane._native import ffi, lib
 from dataplane.errors import ResetCode
 from dataplane.latency import Series
@@ -398,7 +398,7 @@ def test_series_have_the_same_order() -> None:
 def test_what_is_announced_of_connections_is_the_same() -> None:
     quic = QuicConnection(configuration=QuicConfiguration())
     cid_bytes = defined(PUMP_SOURCES / "loop.c", "CID_BYTES")
-    assert cid_bytes == listener.CID_BYTES == QuicConfiguration().connection_id_length
+    assert cid_bytes == connection.CID_BYTES == QuicConfiguration().connection_id_length
     source = (QUIC_SOURCES / "conn_out.c").read_text()
     unit = re.findall(r"largest_at\) / 1000 / (\d+);", source)
     assert [int(number) for number in unit] == [1 << quic._local_ack_delay_exponent]

@@ -13,7 +13,7 @@ import msgspec
 
 from dataplane.errors import Refusal, Status
 from dataplane.http3_fields import Fields
-from dataplane.http_names import BINARY, EVENTS, JSON
+from dataplane.http_names import BINARY, EVENTS, JSON, VISIBLE_ID
 from dataplane.prompt1 import TEMPERATURE_MAX, Request, plain_request
 
 _U32_MAX = 2**32 - 1
@@ -86,6 +86,12 @@ def read_header_parameters(fields: Fields, n_tokens: int = 0, width: int = 4) ->
             return parameter
         values[parameter[0]] = parameter[1]
     return Request(n_tokens, width, **values)
+
+
+def given_id(fields: Fields) -> bytes:
+    """Return the client's own identifier of its request, if it is one that can be repeated."""
+    given = fields.get(b"x-request-id")
+    return given if given is not None and VISIBLE_ID.fullmatch(given) else b""
 
 
 def key_of(fields: Fields) -> bytes | None:

@@ -5,6 +5,7 @@ that what is there at publish goes out with the header in one write.
 """
 
 import math
+import secrets
 from array import array
 from typing import Any, NamedTuple, Protocol
 
@@ -212,6 +213,11 @@ def problem(
     elif status == Status.UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))  # RFC 9110 section 15.5.2
     return headers, body
+
+
+def new_request_id() -> bytes:
+    """Return an identifier for a request that holds no slot: 16 hexadecimal digits."""
+    return secrets.token_hex(8).encode()
 
 
 def retry_fields(retry_after_ms: int) -> list[Pair]:

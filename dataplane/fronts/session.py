@@ -11,15 +11,15 @@ its slot, feeds its body there and publishes it. Answers to published requests a
 """
 
 import math
-import secrets
 from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import Refusal, Status
 from dataplane.exchange import Exchange
-from dataplane.fronts import replies, texts
+from dataplane.fronts import reading, replies, texts
 from dataplane.fronts.parameters import (
     Body,
     apply_sampling,
+    given_id,
     json_limit,
     key_of,
     preferred_form,
@@ -30,18 +30,15 @@ from dataplane.fronts.parameters import (
 )
 from dataplane.http3 import Http3, data_frame_header
 from dataplane.http3_fields import Code, Data, Fields, Pair
-from dataplane.http_names import BINARY, EVENTS, GENERATE, JSON, VISIBLE_ID
+from dataplane.http_names import BINARY, EVENTS, GENERATE, JSON
 from dataplane.ingress import Ingress
 from dataplane.prompt1 import Request
 
 if TYPE_CHECKING:
     from dataplane.fronts.generate import Generate
 
-_GET_METHODS = (b"GET", b"HEAD")
 _INLINE_TEXT = 2 << 10
 """Bytes of a JSON body whose text is tokenised in the packet loop: there a thread costs more."""
-_LARGE_PAGE = 64 << 10
-_UNREAD_RETRY_MS = 1000
 _NO_ERROR = int(Code.NO_ERROR)
 _REQUEST_CANCELLED = int(Code.REQUEST_CANCELLED)
 
@@ -143,7 +140,7 @@ class Session:
         request_id = ingress.given_id
         if isinstance(exchange, Refusal):
             self.fin = True
-            self._refuse_new(stream_id, exchange, request_id, ingress.queue_us, ingress)
+            self.refuse_new(stream_id, exchange, request_id, ingress.queue_us, ingress)
             return True
         exchange.extra = replies.Binary(request_id) if request_id else replies.PLAIN
         connection.streams[stream_id] = exchange
@@ -175,7 +172,7 @@ class Session:
         """A header did not come in time."""
         self._drop_header(stream_id)
         self.fin = False
-        self._refuse_new(stream_id, Refusal(Status.TIMEOUT, "the header did not come in time"), b"")
+        self.refuse_new(stream_id, Refusal(Status.TIMEOUT, "the header did not come in time"), b"")
         self.http3.discard(stream_id)
 
     # The framing's sink (`dataplane.http3.Sink`).
@@ -188,12 +185,8 @@ class Session:
         if path == GENERATE or path.startswith(GENERATE + b"?"):
             if fields[b":method"] == b"POST":
                 return self._generate(stream_id, fields, length)
-            return self._refuse_method(stream_id, fields, b"POST")
-        target = path.decode("ascii", "replace")
-        known = self.front.pages.has(target, probes=False)
-        if known and fields[b":method"] not in _GET_METHODS:
-            return self._refuse_method(stream_id, fields, b"GET, HEAD")
-        return self._page(stream_id, fields, target)
+            return reading.refuse_method(self, stream_id, fields, b"POST")
+        return reading.answer(self, stream_id, fields, path.decode("ascii", "replace"))
 
     def on_data(self, stream_id: int, data: Data, start: int, end: int) -> bool:
         """A piece of a body: into the slot, or to what was gathered."""
@@ -238,7 +231,7 @@ class Session:
         """A malformed request: its own stream ends."""
         state = self.connection.streams.get(stream_id)
         if status and state is None:
-            self._refuse_new(stream_id, Refusal(Status(status), reason), b"")
+            self.refuse_new(stream_id, Refusal(Status(status), reason), b"")
             return
         if state is not None:
             exchange = exchange_of(state)
@@ -293,10 +286,10 @@ class Session:
 
     def _generate(self, stream_id: int, fields: Fields, length: int | None) -> bool:
         """Read the header of a `/v1/generate`, claim its slot, make its reply."""
-        request_id = _given_id(fields)
+        request_id = given_id(fields)
         if length is None:
             refusal = Refusal(Status.LENGTH_REQUIRED, "content-length is needed")
-            return self._refuse_new(stream_id, refusal, request_id)
+            return self.refuse_new(stream_id, refusal, request_id)
         kind, parameter = fields.get(b"content-type", b""), b""
         if kind != BINARY:
             kind, parameter = split_media_type(kind)
@@ -310,16 +303,16 @@ class Session:
                 f"the content-type must be {BINARY.decode()} or {JSON.decode()}",
             )
         if isinstance(request, Refusal):
-            return self._refuse_new(stream_id, request, request_id)
+            return self.refuse_new(stream_id, request, request_id)
         front, connection = self.front, self.connection
         ingress = front.routes.of(key_of(fields))
         if isinstance(ingress, Refusal):
-            return self._refuse_new(stream_id, ingress, request_id)
+            return self.refuse_new(stream_id, ingress, request_id)
         too_large = _json_too_large(ingress, length) if kind == JSON else None
         exchange = too_large or ingress.claim(front, connection, stream_id, request, self.at_ns)
         if isinstance(exchange, Refusal):
             queue_us = 0 if too_large else ingress.queue_us
-            return self._refuse_new(stream_id, exchange, request_id, queue_us, ingress)
+            return self.refuse_new(stream_id, exchange, request_id, queue_us, ingress)
         accept = fields.get(b"accept")
         if kind == JSON:
             request_id = request_id or b"%016x" % exchange.request_id
@@ -412,11 +405,11 @@ class Session:
         headers, body = replies.problem(
             refusal, request_id, exchange.queue_us, limits, exchange.slot
         )
-        self._send_whole(stream_id, refusal.status, headers, body, ended)
+        self.send_whole(stream_id, refusal.status, headers, body, ended)
         if not ended:
             self.http3.discard(stream_id)
 
-    def _refuse_new(
+    def refuse_new(
         self,
         stream_id: int,
         refusal: Refusal,
@@ -425,70 +418,21 @@ class Session:
         ingress: Ingress | None = None,
     ) -> bool:
         """Refuse a request that holds no slot, before its body; it is not read any further."""
-        limits = self._limits(refusal.status, ingress)
-        headers, body = replies.problem(refusal, request_id or new_request_id(), queue_us, limits)
-        self._send_whole(stream_id, refusal.status, headers, body, self.fin)
-        return False
-
-    def _refuse_method(self, stream_id: int, fields: Fields, allow: bytes) -> bool:
-        reason = f"the method is not allowed here, only {allow.decode()}"
-        refusal = Refusal(Status.METHOD_NOT_ALLOWED, reason)
-        request_id = _given_id(fields) or new_request_id()
-        limits = self._limits(refusal.status)
-        headers, body = replies.problem(refusal, request_id, 0, limits)
-        headers.append((b"allow", allow))
-        self._send_page(stream_id, fields, refusal.status, headers, body)
-        return False
-
-    def _page(self, stream_id: int, fields: Fields, target: str) -> bool:
-        """Answer a GET or HEAD, or what names no path."""
-        request_id = _given_id(fields) or new_request_id()
-        ingress = self._reader(fields, target)
-        if isinstance(ingress, Refusal):
-            return self._refuse_new(stream_id, ingress, request_id)
-        page = self.front.pages.get(
-            target, False, request_id.decode(), None if ingress is None else ingress.name
+        limits = self.limits(refusal.status, ingress)
+        headers, body = replies.problem(
+            refusal, request_id or replies.new_request_id(), queue_us, limits
         )
-        is_head = fields[b":method"] == b"HEAD"
-        if len(page.body) > _LARGE_PAGE and not is_head and self.connection.overfull():
-            reason = "too much waits on this connection to be read: read it, then ask again"
-            refusal = Refusal(Status.UNAVAILABLE, reason, _UNREAD_RETRY_MS)
-            return self._refuse_new(stream_id, refusal, request_id)
-        headers = [
-            (b":status", b"%d" % page.status),
-            (b"content-type", page.content_type.encode()),
-            (b"content-length", b"%d" % len(page.body)),
-            *replies.common_fields(request_id, 0, self._limits(page.status, ingress)),
-        ]
-        if page.status == Status.UNAVAILABLE:
-            asked = ingress or self.front.routes.home
-            headers += replies.retry_fields(asked.retry_after_ms())
-        self._send_page(stream_id, fields, page.status, headers, page.body)
+        self.send_whole(stream_id, refusal.status, headers, body, self.fin)
         return False
 
-    def _reader(self, fields: Fields, target: str) -> Ingress | Refusal | None:
-        """Return whose pages a request may read; None: those of all, or what shows nobody's."""
-        routes = self.front.routes
-        if routes.sole is not None or not self.front.pages.is_about_a_partition(target):
-            return routes.sole
-        return routes.of(key_of(fields))
-
-    def _limits(self, status: int, ingress: Ingress | None = None) -> replies.Limits:
+    def limits(self, status: int, ingress: Ingress | None = None) -> replies.Limits:
         """Return the slots there are, and those that are left for an answer that held none."""
         ingress = ingress or self.front.routes.sole
         if ingress is None:
             return replies.Limits(0, 0)
         return replies.Limits(ingress.slots, 0 if status == Status.BUSY else ingress.free_slots())
 
-    def _send_page(
-        self, stream_id: int, fields: Fields, status: int, headers: list[Pair], body: bytes
-    ) -> None:
-        """Answer a request that may be a HEAD, whose answer has no body."""
-        if fields[b":method"] == b"HEAD":
-            body = b""
-        self._send_whole(stream_id, status, headers, body, self.fin)
-
-    def _send_whole(
+    def send_whole(
         self, stream_id: int, status: int, headers: list[Pair], body: bytes, ended: bool
     ) -> None:
         """Send a whole answer and FIN, then STOP_SENDING if the request's end has not come."""
@@ -508,14 +452,3 @@ def _json_too_large(ingress: Ingress, length: int) -> Refusal | None:
     if length <= limit:
         return None
     return Refusal(Status.TOO_LARGE, f"the JSON body has {length} bytes; at most {limit} are taken")
-
-
-def _given_id(fields: Fields) -> bytes:
-    """Return the client's own identifier of its request, if it is one that can be repeated."""
-    given = fields.get(b"x-request-id")
-    return given if given is not None and VISIBLE_ID.fullmatch(given) else b""
-
-
-def new_request_id() -> bytes:
-    """Return an identifier for a request that holds no slot: 16 hexadecimal digits."""
-    return secrets.token_hex(8).encode()
