@@ -21,10 +21,7 @@ PROGRAMS = ROOT / "tests" / "native"
 
 # What a program is linked with besides itself, under `native/`; the others are about slots.
 _SLOTS = ("slots", "region", "tokens", "attach")
-_CONNECTION = (
-    "quic/aead", "quic/aead_wide", "quic/conn", "quic/conn_fate", "quic/conn_in", "quic/conn_out",
-    "quic/frames", "quic/pool", "quic/protect", "quic/ranges", "quic/recovery", "quic/streams",
-)  # fmt: skip
+_CONNECTION = tuple(sorted(f"quic/{path.stem}" for path in (NATIVE / "quic").glob("*.c")))
 _PUMP = (
     *_CONNECTION,
     "pump/calls",

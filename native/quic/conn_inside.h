@@ -1,5 +1,6 @@
-/* What the files of a connection share: conn.c (set-up, streams, the owner's calls), conn_in.c (a
- * packet's way in), conn_out.c (a packet's way out), conn_fate.c (what becomes of sent packets). */
+/* What the files of a connection share: conn.c (set-up, the control plane's calls), conn_streams.c
+ * (its streams), conn_in.c (a packet's way in), conn_out.c (a packet's way out), conn_fate.c (what
+ * becomes of sent packets). */
 #ifndef DP_CONN_INSIDE_H
 #define DP_CONN_INSIDE_H
 
@@ -129,6 +130,8 @@ struct dp_conn {
 /* conn.c */
 void dp_conn_touch(struct dp_conn *conn);
 void dp_conn_fail(struct dp_conn *conn, uint64_t code, uint64_t frame_type, const char *reason);
+
+/* conn_streams.c */
 struct dp_stream *dp_conn_add_stream(struct dp_conn *conn, uint64_t id);
 void dp_conn_queue(struct dp_conn *conn, struct dp_stream *stream);
 /* Close a stream whose halves are both over; only outside of the owner's calls, else later. */
