@@ -1,6 +1,6 @@
 /* What the files of a connection share: conn.c (set-up, the control plane's calls), conn_streams.c
- * (its streams), conn_in.c (a packet's way in), conn_out.c (a packet's way out), conn_fate.c (what
- * becomes of sent packets). */
+ * (its streams), conn_in.c (a packet's way in), conn_frames.c (what its frames do), conn_out.c (a
+ * packet's way out), conn_fate.c (what becomes of sent packets). */
 #ifndef DP_CONN_INSIDE_H
 #define DP_CONN_INSIDE_H
 
@@ -147,6 +147,12 @@ static inline bool dp_is_uni(uint64_t id) {
 static inline bool dp_is_ours(const struct dp_conn *conn, uint64_t id) {
     return ((id & DP_STREAM_IS_SERVER) == 0) == conn->is_client;
 }
+
+/* conn_frames.c */
+/* Do what a frame says that is not the control plane's: 0, or the transport error that it is. */
+uint64_t dp_conn_take_frame(struct dp_conn *conn, const struct dp_frame *frame, int64_t now);
+/* Credit came: have the streams go on that waited for it. */
+void dp_conn_wake_streams(struct dp_conn *conn);
 
 /* conn_fate.c */
 extern const struct dp_sent_owner dp_conn_fates;

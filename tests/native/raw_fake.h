@@ -1,7 +1,8 @@
 /* What the raw front stands on, as far as its test needs it: connections whose streams record what
  * is sent, stopped, reset and placed, and events that are kept to be looked at. What comes lies in
- * the real receiving half (quic/streams.c), and is offered as quic/conn.c does it; what lies in no
- * place is offered out of memory of just its size, so AddressSanitizer sees a byte too many. */
+ * the real receiving half (quic/streams.c), and is offered as quic/conn_frames.c does it; what lies
+ * in no place is offered out of memory of just its size, so AddressSanitizer sees a byte too many.
+ */
 #ifndef RAW_FAKE_H
 #define RAW_FAKE_H
 
