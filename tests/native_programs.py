@@ -27,6 +27,8 @@ _PUMP = (
     "pump/calls",
     "pump/events",
     "pump/loop",
+    "pump/loop_in",
+    "pump/loop_out",
     "pump/pump",
     "pump/routes",
     "pump/socket",

@@ -397,7 +397,7 @@ def test_series_have_the_same_order() -> None:
 
 def test_what_is_announced_of_connections_is_the_same() -> None:
     quic = QuicConnection(configuration=QuicConfiguration())
-    cid_bytes = defined(PUMP_SOURCES / "loop.c", "CID_BYTES")
+    cid_bytes = defined(PUMP_SOURCES / "loop_in.c", "CID_BYTES")
     assert cid_bytes == connection.CID_BYTES == QuicConfiguration().connection_id_length
     source = (QUIC_SOURCES / "conn_out.c").read_text()
     unit = re.findall(r"largest_at\) / 1000 / (\d+);", source)

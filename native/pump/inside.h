@@ -1,7 +1,7 @@
 /* What the files of this folder share. Not a cdef.
  *
  * events.c: what Python is told. pump.c, timers.c: connections and passes. calls.c: what any thread
- * may ask. routes.c: connection IDs. loop.c, socket.c: the thread and its sockets. raw*.c: the raw
+ * may ask. routes.c: connection IDs. loop*.c, socket.c: the thread and its sockets. raw*.c: the raw
  * front. load*.c: the load generator. */
 #ifndef DP_PUMP_INSIDE_H
 #define DP_PUMP_INSIDE_H
