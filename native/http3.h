@@ -1,4 +1,5 @@
-/* The common case of HTTP/3's `POST /v1/generate`, read and answered without the interpreter.
+/* The common case of HTTP/3's `POST /v1/generate`, read (http3_request.c) and answered
+ * (http3_answer.c) without the interpreter.
  *
  * Both functions are shortcuts: what dp_h3_plain does not know, Python reads (dataplane/http3.py),
  * by the same rules and with the same outcome. The QPACK dynamic table is used in neither
@@ -7,6 +8,10 @@
 #define DP_HTTP3_H
 
 #include <stdint.h>
+
+/* Frame types (RFC 9114 section 7.2). */
+#define DP_H3_DATA    0
+#define DP_H3_HEADERS 1
 
 #define DP_H3_ID_MAX       64
 #define DP_H3_ACCEPTED_MAX 512  /* bytes of dp_h3_accepted, for a media type of at most 64 */

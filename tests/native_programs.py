@@ -37,7 +37,7 @@ _PUMP = (
 SOURCES = {
     "conn": ("slots", "region", *_CONNECTION),
     "frames": ("quic/frames",),
-    "http3": ("http3",),
+    "http3": ("http3_request",),
     "protect": ("quic/aead", "quic/aead_wide"),  # it includes protect.c, to reach its limits
     "load": ("pump/load", "pump/load_h3", "quic/pool"),
     "load_h3": ("pump/load", "pump/load_h3", "quic/pool"),
