@@ -48,6 +48,7 @@ SOURCES = {
         "tokens",
         "latency",
         "pump/raw",
+        "pump/raw_in",
         "pump/raw_out",
         "pump/raw_serve",
         "pump/prompt1",

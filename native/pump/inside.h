@@ -55,7 +55,7 @@ struct dp_entry {
     struct dp_conn *conn;
     const struct dp_front_calls *front;
     uint32_t socket;
-    uint32_t writing; /* slots that it holds in WRITING; raw.c's */
+    uint32_t writing; /* slots that it holds in WRITING; the raw front's */
     uint32_t routes;  /* connection IDs that lead to it */
     uint8_t host_cid_bytes;
     bool quiet; /* DP_FRONT_QUIET */
@@ -194,7 +194,7 @@ uint32_t dp_routes_count(const struct dp_routes *routes);
 /* Stop the thread and free it; nothing happens without one. */
 void dp_loop_free(struct dp_pump *pump);
 
-/* raw.c -------------------------------------------------------------------------------------- */
+/* raw*.c ------------------------------------------------------------------------------------- */
 
 /* Once a pass, before anything is built: send on what the runtime made, and verdicts that are due.
  * The passes are the loop's, or one dp_pump_build in the sans-IO form. */

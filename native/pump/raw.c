@@ -1,23 +1,9 @@
-/* What clients send, from the header to a published slot. See raw.h; the states of a stream stand
- * in raw_inside.h, and dataplane/ingress.py and dataplane/fronts/prompt1.py are the reference.
- *
- * Whatever has to be refused in words goes to Python. A header is not consumed before its claim was
- * decided, so Python sees such a stream from its first byte. */
-#include <string.h>
-
-#include "../tokens.h"
-#include "prompt1.h"
+/* What a stream is to the raw front, and how a request ends before its answer does: refused, left
+ * to Python, given up by its client. The states of a stream stand in raw_inside.h. */
 #include "raw_inside.h"
-
-#define MOST_US UINT32_MAX /* what a verdict has room for */
 
 static struct dp_raw_exchange *exchange_of(const struct dp_stream *stream) {
     return stream->app_state == DP_RAW_EXCHANGE ? stream->app : NULL;
-}
-
-static void mark(struct dp_stream *stream, enum dp_raw_kind kind, void *app) {
-    stream->app_state = kind;
-    stream->app = app;
 }
 
 /* Ends before the answer's -------------------------------------------------------------------- */
@@ -45,13 +31,11 @@ void dp_raw_leave(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
     pump->raw->stats.cancelled++;
 }
 
-/* From now on the stream is Python's. What it is to the raw front is wiped out first: the fields
- * are whoever's the stream is. */
-static void leave_to_python(struct dp_pump *pump, struct dp_entry *entry,
+void dp_raw_leave_to_python(struct dp_pump *pump, struct dp_entry *entry,
                             struct dp_stream *stream) {
     if (stream->app_state == DP_RAW_HEADER)
         dp_raw_forget_header(pump->raw, stream);
-    mark(stream, DP_RAW_NEW, NULL);
+    dp_raw_mark(stream, DP_RAW_NEW, NULL);
     stream->app_number = 0;
     dp_events_hand_over(pump, entry, stream);
 }
@@ -62,7 +46,7 @@ static void tell(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream 
     dp_conn_leave_place(entry->conn, stream);
     dp_events_push(pump, DP_EVENT_REFUSED, ended, entry->handle, stream->id, 0, refused,
                    sizeof *refused);
-    leave_to_python(pump, entry, stream);
+    dp_raw_leave_to_python(pump, entry, stream);
 }
 
 void dp_raw_refuse(struct dp_pump *pump, struct dp_raw_exchange *exchange, enum dp_why why,
@@ -78,316 +62,12 @@ void dp_raw_refuse(struct dp_pump *pump, struct dp_raw_exchange *exchange, enum 
     tell(pump, exchange->entry, exchange->stream, exchange->complete_ns != 0, &refused);
 }
 
-/* Headers that are not whole ------------------------------------------------------------------ */
-
-void dp_raw_forget_header(struct dp_raw *raw, struct dp_stream *stream) {
-    struct dp_stream *next = stream->app_next, *previous = stream->app_previous;
-    *(previous ? &previous->app_next : &raw->first_header) = next;
-    *(next ? &next->app_previous : &raw->last_header) = previous;
-    stream->app_next = stream->app_previous = NULL;
-    mark(stream, DP_RAW_NEW, NULL);
-}
-
-static void wait_for_header(struct dp_pump *pump, struct dp_entry *entry,
-                            struct dp_stream *stream) {
-    struct dp_raw *raw = pump->raw;
-    if (stream->app_state == DP_RAW_HEADER)
-        return;
-    mark(stream, DP_RAW_HEADER, entry);
-    stream->app_number = (uint64_t)(pump->now + raw->config.body_timeout);
-    stream->app_next = NULL;
-    stream->app_previous = raw->last_header;
-    *(raw->last_header ? &raw->last_header->app_next : &raw->first_header) = stream;
-    raw->last_header = stream;
-    dp_raw_expect(pump);
-}
-
 void dp_raw_header_late(struct dp_pump *pump, struct dp_stream *stream) {
     struct dp_entry *entry = stream->app;
     struct dp_refused refused = {.why = DP_WHY_HEADER_LATE,
                                  .a = (uint32_t)(stream->in.frontier - stream->in.consumed)};
     dp_raw_forget_header(pump->raw, stream);
     tell(pump, entry, stream, false, &refused);
-}
-
-/* Claim --------------------------------------------------------------------------------------- */
-
-static uint64_t new_id(struct dp_raw *raw) {
-    uint64_t id = raw->next_id;
-    raw->next_id = id + 1 ? id + 1 : 1;
-    return id;
-}
-
-/* Claim a slot and write into it what the request states. Affinity 0 starts anywhere; a strict one
- * tries its own slot alone. */
-static int admit(struct dp_raw *raw, const struct dp_prompt1_request *request, uint64_t request_id,
-                 uint32_t max_output, struct dp_claimed *claimed) {
-    const struct dp_raw_config *config = &raw->config;
-    uint32_t probes = config->count, start = raw->next_probe;
-    if (request->affinity) {
-        start = request->affinity % config->count;
-        if (request->strict)
-            probes = 1;
-    } else {
-        raw->next_probe = start + 1 < config->count ? start + 1 : 0;
-    }
-    return dp_admit(raw->region, config->owner, config->first, config->count, start, probes,
-                    request_id, request->n_tokens, request->width, max_output, request->temperature,
-                    request->top_p, request->top_k, request->seed, claimed);
-}
-
-/* When a slot may be free: the time that a request holds one, over their number. Rounded to even,
- * as Python does it. */
-static uint32_t retry_after_ms(const struct dp_raw *raw) {
-    if (raw->stats.hold_s == 0)
-        return DP_RAW_RETRY_MS;
-    double expected = raw->stats.hold_s * 1000 / raw->config.count;
-    if (!(expected < DP_RAW_RETRY_MS_MAX))
-        return DP_RAW_RETRY_MS_MAX;
-    if (expected < 1)
-        return 1;
-    uint32_t whole = (uint32_t)expected;
-    double rest = expected - whole;
-    return whole + (rest > 0.5 || (rest == 0.5 && whole % 2));
-}
-
-/* Every slot is taken. The body is not read. */
-static void refuse_busy(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
-                        uint64_t request_id, int64_t queue_ns, bool fin) {
-    struct dp_raw *raw = pump->raw;
-    uint32_t queue_us = dp_raw_record(pump, DP_RAW_QUEUE, queue_ns);
-    raw->stats.busy++;
-    dp_prompt1_verdict(raw->busy, DP_PROMPT1_BUSY, DP_PROMPT1_NO_SLOT, request_id, queue_us, 0,
-                       retry_after_ms(raw), 0);
-    mark(stream, fin ? DP_RAW_ANSWERED : DP_RAW_UNWANTED, NULL);
-    dp_conn_send(entry->conn, stream, raw->busy, raw->busy_bytes, true);
-    if (!fin)
-        dp_conn_stop(entry->conn, stream, DP_RAW_NO_ERROR);
-}
-
-static void begin(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
-                  struct dp_raw_exchange *exchange, const struct dp_prompt1_request *request,
-                  int64_t queue_ns) {
-    exchange->entry = entry;
-    exchange->stream = stream;
-    exchange->stream_id = stream->id;
-    exchange->n_tokens = request->n_tokens;
-    exchange->header_bytes = request->header_bytes;
-    exchange->deadline_ms = request->deadline_ms;
-    exchange->deadline_at = DP_RAW_NEVER;
-    exchange->queue_ns = queue_ns;
-    exchange->queue_us = 0;
-    if (queue_ns > 0)
-        exchange->queue_us = queue_ns / 1000 < MOST_US ? (uint32_t)(queue_ns / 1000) : MOST_US;
-    exchange->started = pump->now;
-    exchange->live = exchange->writing = true;
-    exchange->placed = exchange->answered = exchange->picked_up = false;
-    exchange->sent = 0;
-    exchange->complete_ns = 0;
-    entry->writing++;
-    pump->raw->stats.claimed++;
-    mark(stream, DP_RAW_EXCHANGE, exchange);
-}
-
-/* Decide on a header that is whole and within bounds. NULL: there is no slot; then the stream was
- * answered, unless the runtime turned out to be broken. */
-static struct dp_raw_exchange *claim(struct dp_pump *pump, struct dp_entry *entry,
-                                     struct dp_stream *stream,
-                                     const struct dp_prompt1_request *request, bool fin) {
-    struct dp_raw *raw = pump->raw;
-    uint64_t request_id = request->request_id ? request->request_id : new_id(raw);
-    uint32_t max_output =
-        request->max_output ? request->max_output : raw->region->geometry.max_output;
-    struct dp_claimed claimed;
-    int status = admit(raw, request, request_id, max_output, &claimed);
-    int64_t queue_ns = dp_realtime_ns() - dp_conn_at_ns(entry->conn);
-    if (status != DP_OK) {
-        refuse_busy(pump, entry, stream, request->request_id, queue_ns, fin);
-        return NULL;
-    }
-    struct dp_raw_exchange *exchange = &raw->exchanges[claimed.slot];
-    if (exchange->live) {
-        dp_raw_break(pump, claimed.slot, "it was given out twice");
-        return NULL;
-    }
-    exchange->request_id = request_id;
-    exchange->generation = claimed.generation;
-    exchange->free_left = claimed.free_left;
-    exchange->max_output = max_output;
-    begin(pump, entry, stream, exchange, request, queue_ns);
-    return exchange;
-}
-
-/* Write and publish -----------------------------------------------------------------------------
- */
-
-static void refuse_body(struct dp_pump *pump, struct dp_raw_exchange *exchange, int status) {
-    const struct dp_writer *writer = &pump->raw->region->writers[exchange->slot];
-    if (status == DP_BAD_TOKEN)
-        dp_raw_refuse(pump, exchange, DP_WHY_BAD_TOKEN, writer->bad_index, writer->bad_id);
-    else if (status == DP_OVERFLOW)
-        dp_raw_refuse(pump, exchange, DP_WHY_OVERFLOW, 0, 0);
-    else if (status == DP_SHORT)
-        dp_raw_refuse(pump, exchange, DP_WHY_SHORT, writer->written, writer->partial_bytes);
-    else /* It is refused when the attachment ends. */
-        dp_raw_break(pump, exchange->slot, "it left WRITING under its listener");
-}
-
-/* Nothing takes the slot: it goes back at publish, and the answer is empty. */
-static void answer_null(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
-    struct dp_raw *raw = pump->raw;
-    dp_apply(raw->region, exchange->slot, exchange->generation, DP_REVOKE);
-    exchange->live = false;
-    raw->stats.completed++;
-    dp_raw_answer(pump, exchange, 0, DP_FINISH_STOP);
-}
-
-/* Write the last bytes of a request whose end came, and publish it. */
-static void submit(struct dp_pump *pump, struct dp_raw_exchange *exchange, const uint8_t *bytes,
-                   size_t length) {
-    static const uint8_t none;
-    struct dp_raw *raw = pump->raw;
-    int64_t published_ns = dp_submit(raw->region, exchange->slot, exchange->generation,
-                                     length ? bytes : &none, 0, length);
-    if (published_ns < 0) {
-        refuse_body(pump, exchange, (int)published_ns);
-        return;
-    }
-    exchange->entry->writing--;
-    exchange->writing = false;
-    exchange->published_ns = published_ns;
-    dp_raw_record(pump, DP_RAW_QUEUE, exchange->queue_ns);
-    exchange->ingress_us =
-        dp_raw_record(pump, DP_RAW_INGRESS, published_ns - exchange->complete_ns);
-    if (raw->config.null) {
-        answer_null(pump, exchange);
-        return;
-    }
-    dp_raw_watch(raw, exchange);
-    if (exchange->deadline_ms)
-        dp_raw_set_deadline(raw, exchange);
-}
-
-/* The ids that came with the header are written here; the connection decrypts the others to where
- * they belong. An id that is not whole is left to it too. How many bytes were consumed. */
-static size_t place_rest(struct dp_pump *pump, struct dp_raw_exchange *exchange,
-                         const uint8_t *bytes, size_t length) {
-    struct dp_raw *raw = pump->raw;
-    uint64_t declared = (uint64_t)exchange->n_tokens * 4;
-    size_t whole = length - length % 4;
-    int status =
-        length > declared ? DP_OVERFLOW : dp_write(raw->region, exchange->slot, bytes, 0, whole);
-    if (status != DP_OK) {
-        refuse_body(pump, exchange, status);
-        return length;
-    }
-    if (whole < declared) {
-        exchange->placed = true;
-        dp_conn_set_place(exchange->entry->conn, exchange->stream,
-                          (uint8_t *)dp_prompt(raw->region, exchange->slot) + whole,
-                          exchange->header_bytes + whole, exchange->header_bytes + declared);
-    }
-    return whole;
-}
-
-/* Bytes [0, length) that were not consumed lie in the slot already. */
-static size_t take_placed(struct dp_pump *pump, struct dp_raw_exchange *exchange, size_t length,
-                          bool fin) {
-    struct dp_region *region = pump->raw->region;
-    const struct dp_receiving *in = &exchange->stream->in;
-    const struct dp_writer *writer = &region->writers[exchange->slot];
-    uint64_t left = (uint64_t)(exchange->n_tokens - writer->written) * 4;
-    int status = length > left || in->frontier > in->place_to
-                     ? DP_OVERFLOW
-                     : dp_check_placed(region, exchange->slot, length);
-    if (status != DP_OK) {
-        refuse_body(pump, exchange, status);
-        return length;
-    }
-    if (!fin)
-        return length - length % 4;
-    /* From publish on the slot is the runtime's. */
-    exchange->placed = false;
-    dp_conn_leave_place(exchange->entry->conn, exchange->stream);
-    submit(pump, exchange, NULL, 0);
-    return length;
-}
-
-/* In-order bytes of the body; how many were consumed. */
-static size_t take_body(struct dp_pump *pump, struct dp_raw_exchange *exchange,
-                        const uint8_t *bytes, size_t length, bool fin) {
-    struct dp_raw *raw = pump->raw;
-    const struct dp_receiving *in = &exchange->stream->in;
-    /* Of a body that is too long the end may be there behind what is offered. */
-    if (fin || in->frontier == in->final_size)
-        exchange->complete_ns = dp_conn_at_ns(exchange->entry->conn);
-    if (raw->broken)
-        return length; /* The attachment is about to end, and this request with it. */
-    if (exchange->placed)
-        return take_placed(pump, exchange, length, fin);
-    if (fin) {
-        submit(pump, exchange, bytes, length);
-    } else if (length) {
-        int status = dp_write(raw->region, exchange->slot, bytes, 0, length);
-        if (status != DP_OK)
-            refuse_body(pump, exchange, status);
-    }
-    return length;
-}
-
-/* The body did not come with the header: it has until the time-out, or the deadline. */
-static void expect_body(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
-    exchange->body_due = exchange->started + pump->raw->config.body_timeout;
-    if (exchange->deadline_ms)
-        dp_raw_set_deadline(pump->raw, exchange);
-    dp_raw_expect(pump);
-}
-
-static size_t take_first(struct dp_pump *pump, struct dp_raw_exchange *exchange,
-                         const struct dp_prompt1_request *request, const uint8_t *bytes,
-                         size_t length, bool fin) {
-    if (!fin)
-        expect_body(pump, exchange);
-    if (!fin && request->width == 4)
-        return place_rest(pump, exchange, bytes, length);
-    return take_body(pump, exchange, bytes, length, fin);
-}
-
-/* Whether this front has something to say to a request with this header. */
-static bool serves(const struct dp_raw *raw, const struct dp_entry *entry,
-                   const struct dp_prompt1_request *request) {
-    const struct dp_geometry *geometry = &raw->region->geometry;
-    return request->n_tokens <= geometry->context && request->max_output <= geometry->max_output &&
-           entry->writing < raw->config.max_writing;
-}
-
-/* Bytes from the stream's beginning; how many were consumed. */
-static size_t take_header(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
-                          const uint8_t *bytes, size_t length, bool fin) {
-    struct dp_raw *raw = pump->raw;
-    struct dp_prompt1_request request;
-    int parsed = DP_PROMPT1_BAD;
-    if (raw && raw->region && !raw->draining && !raw->broken && !(stream->id & DP_STREAM_IS_UNI))
-        parsed = dp_prompt1_parse(bytes, length, &request);
-    if (parsed == DP_PROMPT1_NOT_WHOLE && !fin) {
-        wait_for_header(pump, entry, stream);
-        return 0;
-    }
-    if (parsed != DP_PROMPT1_WHOLE || !serves(raw, entry, &request)) {
-        leave_to_python(pump, entry, stream);
-        return 0;
-    }
-    if (stream->app_state == DP_RAW_HEADER)
-        dp_raw_forget_header(raw, stream);
-    struct dp_raw_exchange *exchange = claim(pump, entry, stream, &request, fin);
-    if (exchange)
-        return request.header_bytes + take_first(pump, exchange, &request,
-                                                 bytes + request.header_bytes,
-                                                 length - request.header_bytes, fin);
-    if (!raw->broken)
-        return length;
-    leave_to_python(pump, entry, stream);
-    return 0;
 }
 
 /* What the peer did --------------------------------------------------------------------------- */
@@ -399,9 +79,9 @@ static size_t raw_data(struct dp_pump *pump, struct dp_entry *entry, struct dp_s
     switch (stream->app_state) {
     case DP_RAW_NEW:
     case DP_RAW_HEADER:
-        return take_header(pump, entry, stream, bytes, length, fin);
+        return dp_raw_take_header(pump, entry, stream, bytes, length, fin);
     case DP_RAW_EXCHANGE:
-        return take_body(pump, stream->app, bytes, length, fin);
+        return dp_raw_take_body(pump, stream->app, bytes, length, fin);
     default:
         return length;
     }
@@ -414,7 +94,7 @@ static void forget(struct dp_pump *pump, struct dp_stream *stream, enum dp_raw_k
         dp_raw_leave(pump, exchange);
     else if (stream->app_state == DP_RAW_HEADER)
         dp_raw_forget_header(pump->raw, stream);
-    mark(stream, kind, NULL);
+    dp_raw_mark(stream, kind, NULL);
 }
 
 /* The stream's own side ends too, also where nothing came before: one that stays open counts
@@ -447,7 +127,7 @@ static void raw_stopped(struct dp_pump *pump, struct dp_entry *entry, struct dp_
         dp_conn_stop(entry->conn, stream, DP_RAW_NO_ERROR);
     } else if (stream->app_state == DP_RAW_NEW) {
         /* Packets overtake each other: it was stopped before any of the request has come. */
-        mark(stream, DP_RAW_UNWANTED, NULL);
+        dp_raw_mark(stream, DP_RAW_UNWANTED, NULL);
     }
 }
 

@@ -1,7 +1,8 @@
 /* What the files of the raw front share. Not a cdef.
  *
- * raw.c: what clients send, from the header to a published slot. raw_out.c: what the runtime made,
- * from the slot to the stream. raw_serve.c: attaching and detaching, time, counters.
+ * raw.c: what a stream is to this front, and ends before the answer's. raw_in.c: what clients send,
+ * from the header to a published slot. raw_out.c: what the runtime made, from the slot to the
+ * stream. raw_serve.c: attaching and detaching, time, counters.
  *
  * As in dataplane/exchange.py there is one exchange a slot, made with the attachment and used again
  * by each request that claims the slot: a request allocates nothing. */
@@ -19,6 +20,7 @@
 #define DP_RAW_RETRY_MS     1000
 #define DP_RAW_RETRY_MS_MAX 10000
 #define DP_RAW_REASON_MAX   256
+#define DP_RAW_MOST_US      UINT32_MAX /* what a verdict has room for */
 #define DP_RAW_NEVER        INT64_MAX
 #define DP_RAW_NOBODY       UINT32_MAX /* no slot, no watch */
 
@@ -122,10 +124,28 @@ void dp_raw_refuse(struct dp_pump *pump, struct dp_raw_exchange *exchange, enum 
                    uint32_t a, uint32_t b);
 /* A header took too long. */
 void dp_raw_header_late(struct dp_pump *pump, struct dp_stream *stream);
-/* Forget a header that is not waited for any more. */
-void dp_raw_forget_header(struct dp_raw *raw, struct dp_stream *stream);
 /* The client left: its slot goes back in this pass. */
 void dp_raw_leave(struct dp_pump *pump, struct dp_raw_exchange *exchange);
+/* From now on the stream is Python's. What it is to the raw front is wiped out first: the fields
+ * are whoever's the stream is. */
+void dp_raw_leave_to_python(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream);
+
+static inline void dp_raw_mark(struct dp_stream *stream, enum dp_raw_kind kind, void *app) {
+    stream->app_state = kind;
+    stream->app = app;
+}
+
+/* raw_in.c --------------------------------------------------------------------------------------
+ */
+
+/* Forget a header that is not waited for any more. */
+void dp_raw_forget_header(struct dp_raw *raw, struct dp_stream *stream);
+/* Bytes from the stream's beginning; how many were consumed. */
+size_t dp_raw_take_header(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
+                          const uint8_t *bytes, size_t length, bool fin);
+/* In-order bytes of the body; how many were consumed. */
+size_t dp_raw_take_body(struct dp_pump *pump, struct dp_raw_exchange *exchange,
+                        const uint8_t *bytes, size_t length, bool fin);
 
 /* raw_out.c -------------------------------------------------------------------------------------
  */

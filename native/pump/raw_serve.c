@@ -8,8 +8,6 @@
 #include "prompt1.h"
 #include "raw_inside.h"
 
-#define MOST_US UINT32_MAX /* what a verdict has room for */
-
 /* The front's memory -------------------------------------------------------------------------- */
 
 struct dp_raw *dp_raw_of(struct dp_pump *pump) {
@@ -197,8 +195,8 @@ uint32_t dp_raw_record(struct dp_pump *pump, enum dp_raw_series series, int64_t 
         return 0;
     }
     int64_t us = difference_ns / 1000;
-    if (us > MOST_US)
-        us = MOST_US;
+    if (us > DP_RAW_MOST_US)
+        us = DP_RAW_MOST_US;
     dp_latency_record(raw->latency, series, us, (uint64_t)pump->now / 1000000000);
     return (uint32_t)us;
 }

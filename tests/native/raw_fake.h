@@ -57,7 +57,7 @@ static struct fake_stream *fake(struct dp_stream *stream) {
     return (struct fake_stream *)stream;
 }
 
-/* What raw.c calls ---------------------------------------------------------------------------- */
+/* What raw*.c calls --------------------------------------------------------------------------- */
 
 int64_t dp_conn_at_ns(const struct dp_conn *conn) {
     return conn->at_ns;
