@@ -23,9 +23,25 @@ Rules that hold here:
 from __future__ import annotations
 
 import random
-import re
 from typing import Final, Protocol
 
+from dataplane.http3_control import (
+    CANCEL_PUSH,
+    CONTROL,
+    DATA,
+    DECODER,
+    ENCODER,
+    GOAWAY,
+    HEADERS,
+    HTTP2_FRAMES,
+    MAX_FIELD_SECTION_SIZE,
+    MAX_PUSH_ID,
+    PUSH_PROMISE,
+    QPACK_BLOCKED_STREAMS,
+    QPACK_MAX_TABLE_CAPACITY,
+    SETTINGS,
+    ControlStreams,
+)
 from dataplane.http3_fields import (
     Code,
     Data,
@@ -38,40 +54,14 @@ from dataplane.http3_fields import (
     check_trailers,
     decode_section,
     encode_section,
-    parse_settings,
     read_frame_header,
-    read_varint,
     varint,
 )
 
 __all__ = ["Code", "Data", "Fields", "Http3", "Sink", "data_frame_header"]
 
-# Frame types (RFC 9114 section 7.2).
-_DATA: Final = 0x00
-_HEADERS: Final = 0x01
-_CANCEL_PUSH: Final = 0x03
-_SETTINGS: Final = 0x04
-_PUSH_PROMISE: Final = 0x05
-_GOAWAY: Final = 0x07
-_MAX_PUSH_ID: Final = 0x0D
-# Types that HTTP/2 used and HTTP/3 has not (RFC 9114 section 7.2.8), then with those of the
-# control stream: neither may come on a request stream.
-_HTTP2_FRAMES = frozenset((0x02, 0x06, 0x08, 0x09))
-_NOT_IN_A_REQUEST = _HTTP2_FRAMES | {_CANCEL_PUSH, _SETTINGS, _GOAWAY, _MAX_PUSH_ID}
-_NOT_IN_CONTROL = _HTTP2_FRAMES | {_DATA, _HEADERS, _PUSH_PROMISE}
-_IN_CONTROL = frozenset((_SETTINGS, _CANCEL_PUSH, _GOAWAY, _MAX_PUSH_ID))
-
-# Settings (RFC 9114 section 7.2.4.1, RFC 9204 section 5).
-_QPACK_MAX_TABLE_CAPACITY: Final = 0x01
-_MAX_FIELD_SECTION_SIZE: Final = 0x06
-_QPACK_BLOCKED_STREAMS: Final = 0x07
-_SETTINGS_BYTES_MAX: Final = 1024
-
-# Unidirectional streams (RFC 9114 section 6.2, RFC 9204 section 4.2).
-_CONTROL: Final = 0x00
-_PUSH: Final = 0x01
-_ENCODER: Final = 0x02
-_DECODER: Final = 0x03
+# Neither HTTP/2's frames nor those of the control stream may come on a request stream.
+_NOT_IN_A_REQUEST = HTTP2_FRAMES | {CANCEL_PUSH, SETTINGS, GOAWAY, MAX_PUSH_ID}
 
 # The frame that the last event ended in: none, or its type plus one; unknown types are one.
 _BETWEEN, _IN_DATA, _IN_HEADERS, _IN_UNKNOWN = range(4)
@@ -79,12 +69,6 @@ _BETWEEN, _IN_DATA, _IN_HEADERS, _IN_UNKNOWN = range(4)
 _START, _BODY, _TRAILED = range(3)
 # Frames without effect cost time out of proportion to their two bytes.
 _IDLE_FRAMES_MAX: Final = 100
-
-# With no dynamic table the peer's decoder can only cancel streams, and its encoder only set the
-# capacity to 0 (RFC 9204 sections 4.3 and 4.4); 9 bytes of continuation hold a 62-bit stream id.
-_ENCODER_SETS_ZERO: Final = b"\x20"
-_CANCELLATIONS = re.compile(rb"(?:[\x40-\x7e]|\x7f[\x80-\xff]{0,8}[\x00-\x7f])*+")
-_CANCELLATION_BEGUN = re.compile(rb"(?:\x7f[\x80-\xff]{0,8})?")
 
 
 class Sink(Protocol):
@@ -139,19 +123,7 @@ class _Stream:
         self.idle = 0
 
 
-class _Uni:
-    """One of the peer's unidirectional streams."""
-
-    __slots__ = ("held", "kind", "need")
-
-    def __init__(self) -> None:
-        self.kind = -1  # not read yet
-        self.need = 0  # bytes of an unknown frame still to skip
-        self.held = bytearray()
-
-
 _DISCARDED: Final = _Stream()
-_IGNORED: Final = _Uni()
 
 
 class Http3:
@@ -159,23 +131,23 @@ class Http3:
 
     Attributes:
         closed: Whether it failed; nothing more is said of any stream.
-        buffered: Bytes that are held.
-        peer_settings: None until they came.
+        peer: The peer's unidirectional streams.
         streams: The messages of which something came, and more may: to be read only.
     """
 
     def __init__(self, is_client: bool, max_field_section: int = 16384) -> None:
         self.closed = False
-        self.buffered = 0
-        self.peer_settings: dict[int, int] | None = None
+        self.peer = ControlStreams(is_client)
+        self._held = 0  # bytes that messages hold
         self._is_client = is_client
         self._section_max = max_field_section
         self.streams: dict[int, _Stream] = {}
-        self._unis: dict[int, _Uni] = {}
-        self._opened: set[int] = set()
         self._heads: set[int] = set()
-        self._goaway: int | None = None
-        self._max_push_id = -1
+
+    @property
+    def buffered(self) -> int:
+        """Bytes that are held."""
+        return self._held + self.peer.buffered
 
     # Out
 
@@ -185,17 +157,17 @@ class Http3:
         settings = b"".join(
             varint(key) + varint(value)
             for key, value in (
-                (_QPACK_MAX_TABLE_CAPACITY, 0),
-                (_MAX_FIELD_SECTION_SIZE, self._section_max),
-                (_QPACK_BLOCKED_STREAMS, 0),
+                (QPACK_MAX_TABLE_CAPACITY, 0),
+                (MAX_FIELD_SECTION_SIZE, self._section_max),
+                (QPACK_BLOCKED_STREAMS, 0),
                 (grease, 0),
             )
         )
         control, encoder, decoder = uni_stream_ids
         return [
-            (control, bytes((_CONTROL, _SETTINGS, len(settings))) + settings),
-            (encoder, bytes((_ENCODER,))),
-            (decoder, bytes((_DECODER,))),
+            (control, bytes((CONTROL, SETTINGS, len(settings))) + settings),
+            (encoder, bytes((ENCODER,))),
+            (decoder, bytes((DECODER,))),
         ]
 
     def encode_headers(self, stream_id: int, pairs: list[Pair]) -> bytes:
@@ -211,7 +183,7 @@ class Http3:
     def goaway(self, last_id: int) -> bytes:
         """A GOAWAY frame, for the control stream (RFC 9114 section 5.2)."""
         payload = varint(last_id)
-        return bytes((_GOAWAY, len(payload))) + payload
+        return bytes((GOAWAY, len(payload))) + payload
 
     # In
 
@@ -221,7 +193,7 @@ class Http3:
             return
         try:
             if stream_id & 3:
-                self._receive_uni(stream_id, data, fin, sink)
+                self.peer.receive(stream_id, data, fin, sink.on_goaway)
                 return
             streams = self.streams
             stream = streams.pop(stream_id, None) if fin else streams.get(stream_id)
@@ -260,7 +232,7 @@ class Http3:
         self._heads.discard(stream_id)
         stream = self.streams.pop(stream_id, None)
         if stream is not None:
-            self.buffered -= len(stream.held)
+            self._held -= len(stream.held)
 
     def awaits_header(self, stream_id: int) -> bool:
         """Whether something of a message came, and not its whole header."""
@@ -276,23 +248,20 @@ class Http3:
         self._heads.discard(stream_id)
         stream = self.streams.pop(stream_id, None)
         if stream is not None:
-            self.buffered -= len(stream.held)
-        uni = self._unis.pop(stream_id, None)
-        if uni is not None:
-            self.buffered -= len(uni.held)
-            if uni.kind in self._opened and not self.closed:
-                reason = "a critical stream was reset"
-                self._fail(ProtocolError(Code.CLOSED_CRITICAL_STREAM, reason), sink)
+            self._held -= len(stream.held)
+        if self.peer.forget(stream_id) and not self.closed:
+            reason = "a critical stream was reset"
+            self._fail(ProtocolError(Code.CLOSED_CRITICAL_STREAM, reason), sink)
 
     def _fail(self, error: ProtocolError, sink: Sink) -> None:
         self.closed = True
-        self.buffered = 0
+        self._held = 0
         self.streams.clear()
-        self._unis.clear()
+        self.peer.clear()
         sink.on_connection_error(error.code, error.reason)
 
     def _let_go(self, stream_id: int, stream: _Stream, fin: bool) -> None:
-        self.buffered -= len(stream.held)
+        self._held -= len(stream.held)
         self._heads.discard(stream_id)
         if not fin:
             self.streams[stream_id] = _DISCARDED
@@ -307,7 +276,7 @@ class Http3:
             if pos < 0:
                 return False
         elif stream.held:
-            self.buffered -= len(stream.held)
+            self._held -= len(stream.held)
             data = stream.held + data
             stream.held = b""
         end = len(data)
@@ -324,14 +293,14 @@ class Http3:
                 kind, length, pos = header
             else:
                 stream.held = bytes(data[pos:])
-                self.buffered += end - pos
+                self._held += end - pos
                 break
             stop = pos + length
             if stop > end:
                 stream.need = stop - end
-                stream.part = kind + 1 if kind <= _HEADERS else _IN_UNKNOWN
+                stream.part = kind + 1 if kind <= HEADERS else _IN_UNKNOWN
                 stop = end
-            if kind == _DATA:
+            if kind == DATA:
                 if stream.state != _BODY or not length:
                     self._check_data(stream)
                 if stream.left is not None:
@@ -340,7 +309,7 @@ class Http3:
                         raise MessageError("the body is longer than its content-length")
                 if stop > pos and not sink.on_data(stream_id, data, pos, stop):
                     return False
-            elif kind == _HEADERS:
+            elif kind == HEADERS:
                 if stream.state == _TRAILED or length > self._section_max:
                     self._refuse_headers(stream)
                 if stream.part:
@@ -365,7 +334,7 @@ class Http3:
             self._hold(stream, data[:stop])
             if not stream.need:
                 block = stream.held
-                self.buffered -= len(block)
+                self._held -= len(block)
                 stream.held = b""
                 wanted = self._section(stream_id, stream, block, sink)
         if not stream.need:
@@ -386,9 +355,9 @@ class Http3:
 
     def _check_unknown(self, stream: _Stream, kind: int) -> None:
         """Any other frame; those of later extensions are skipped (RFC 9114 section 9)."""
-        if kind in _NOT_IN_A_REQUEST or (kind == _PUSH_PROMISE and not self._is_client):
+        if kind in _NOT_IN_A_REQUEST or (kind == PUSH_PROMISE and not self._is_client):
             raise ProtocolError(Code.FRAME_UNEXPECTED, "a frame that no request stream may have")
-        if kind == _PUSH_PROMISE:
+        if kind == PUSH_PROMISE:
             # No MAX_PUSH_ID was sent, so every push id is too large (RFC 9114 section 7.2.5).
             raise ProtocolError(Code.ID_ERROR, "a push was promised that was not allowed")
         self._count_idle(stream)
@@ -400,7 +369,7 @@ class Http3:
 
     def _hold(self, stream: _Stream, piece: Data) -> None:
         """Keep a piece of a field section until the rest is there."""
-        self.buffered += len(piece)
+        self._held += len(piece)
         if not stream.held:
             stream.held = bytearray()
         stream.held += piece
@@ -440,128 +409,6 @@ class Http3:
         if self._is_client:
             raise MessageError("the stream ended without a response", 0)
         raise MessageError("the stream ended without a request", 0, Code.REQUEST_INCOMPLETE)
-
-    # Unidirectional streams
-
-    def _receive_uni(self, stream_id: int, data: Data, fin: bool, sink: Sink) -> None:
-        """Bytes of a stream that is not a request's (RFC 9114 sections 6.1 and 6.2)."""
-        if stream_id & 3 != (3 if self._is_client else 2):
-            raise ProtocolError(Code.STREAM_CREATION_ERROR, "a stream of a kind that has no use")
-        uni = self._unis.get(stream_id)
-        if uni is None:
-            uni = self._unis[stream_id] = _Uni()
-        if uni.kind < 0 and uni is not _IGNORED:
-            self.buffered -= len(uni.held)
-            data = bytes(uni.held) + data
-            uni.held.clear()
-            kind, pos = read_varint(data, 0, len(data))
-            if pos < 0:
-                uni.held += data
-                self.buffered += len(data)
-            else:
-                uni = self._open_uni(stream_id, uni, kind)
-                data = data[pos:]
-        if uni.kind == _CONTROL:
-            self._control(uni, data, sink)
-        elif uni.kind == _ENCODER:
-            if bytes(data).strip(_ENCODER_SETS_ZERO):
-                raise ProtocolError(
-                    Code.QPACK_ENCODER_STREAM_ERROR, "an insertion into a table of size 0"
-                )
-        elif uni.kind == _DECODER:
-            self._decoder_stream(uni, data)
-        if fin:
-            if uni.kind in self._opened:
-                raise ProtocolError(Code.CLOSED_CRITICAL_STREAM, "a critical stream was closed")
-            # One without a whole type may end too (RFC 9114 section 6.2).
-            self.buffered -= len(uni.held)
-            del self._unis[stream_id]
-
-    def _open_uni(self, stream_id: int, uni: _Uni, kind: int) -> _Uni:
-        """A unidirectional stream has said what it is for."""
-        if kind == _PUSH:
-            if self._is_client:
-                raise ProtocolError(Code.ID_ERROR, "a push that was not allowed")
-            raise ProtocolError(Code.STREAM_CREATION_ERROR, "clients do not push")
-        if kind not in (_CONTROL, _ENCODER, _DECODER):
-            self._unis[stream_id] = _IGNORED
-            return _IGNORED
-        if kind in self._opened:
-            raise ProtocolError(Code.STREAM_CREATION_ERROR, "a critical stream came twice")
-        self._opened.add(kind)
-        uni.kind = kind
-        return uni
-
-    def _decoder_stream(self, uni: _Uni, data: Data) -> None:
-        """Instructions of the peer's decoder: cancellations only (RFC 9204 section 4.4)."""
-        text = bytes(uni.held) + data
-        match = _CANCELLATIONS.match(text)
-        rest = text[match.end() if match else 0 :]
-        if not _CANCELLATION_BEGUN.fullmatch(rest):
-            raise ProtocolError(
-                Code.QPACK_DECODER_STREAM_ERROR, "an acknowledgement of what was never sent"
-            )
-        self.buffered += len(rest) - len(uni.held)
-        uni.held[:] = rest
-
-    def _control(self, uni: _Uni, data: Data, sink: Sink) -> None:
-        """Frames of the control stream (RFC 9114 section 6.2.1)."""
-        skipped = min(uni.need, len(data))
-        uni.need -= skipped
-        self.buffered -= len(uni.held)
-        held = uni.held
-        held += data[skipped:]
-        pos, end = 0, len(held)
-        while (header := read_frame_header(held, pos, end)) is not None:
-            kind, length, start = header
-            self._check_control_frame(kind, length)
-            if kind in _IN_CONTROL:
-                if end - start < length:
-                    break
-                self._control_frame(kind, bytes(held[start : start + length]), sink)
-            pos = min(start + length, end)
-            uni.need = start + length - pos
-        del held[:pos]
-        self.buffered += len(held)
-
-    def _check_control_frame(self, kind: int, length: int) -> None:
-        """Whether this frame may come now, and be so long, before any of it is held."""
-        if kind in _HTTP2_FRAMES:
-            raise ProtocolError(Code.FRAME_UNEXPECTED, "a frame of HTTP/2")
-        if self.peer_settings is None and kind != _SETTINGS:
-            raise ProtocolError(Code.MISSING_SETTINGS, "the first control frame is no SETTINGS")
-        if kind in _NOT_IN_CONTROL or (kind == _MAX_PUSH_ID and self._is_client):
-            raise ProtocolError(Code.FRAME_UNEXPECTED, "a frame that no control stream may have")
-        if kind == _SETTINGS:
-            if self.peer_settings is not None:
-                raise ProtocolError(Code.FRAME_UNEXPECTED, "SETTINGS came twice")
-            if length > _SETTINGS_BYTES_MAX:
-                raise ProtocolError(Code.EXCESSIVE_LOAD, "too many settings")
-        elif kind in _IN_CONTROL and not 1 <= length <= 8:
-            raise ProtocolError(Code.FRAME_ERROR, "a control frame of a wrong length")
-
-    def _control_frame(self, kind: int, payload: bytes, sink: Sink) -> None:
-        """A whole frame of the control stream: SETTINGS, or one that holds one number."""
-        if kind == _SETTINGS:
-            self.peer_settings = parse_settings(payload)
-            return
-        number, pos = read_varint(payload, 0, len(payload))
-        if pos != len(payload):
-            raise ProtocolError(Code.FRAME_ERROR, "a control frame of a wrong length")
-        if kind == _CANCEL_PUSH:
-            # Nothing was ever promised here nor allowed to the peer (RFC 9114 section 7.2.3).
-            raise ProtocolError(Code.ID_ERROR, "a push was cancelled that cannot be")
-        if kind == _MAX_PUSH_ID:
-            if number < self._max_push_id:
-                raise ProtocolError(Code.ID_ERROR, "MAX_PUSH_ID went down")
-            self._max_push_id = number
-            return
-        if self._is_client and number & 3:
-            raise ProtocolError(Code.ID_ERROR, "GOAWAY names a stream that is no request's")
-        if self._goaway is not None and number > self._goaway:
-            raise ProtocolError(Code.ID_ERROR, "GOAWAY went up")
-        self._goaway = number
-        sink.on_goaway(number)
 
 
 def data_frame_header(length: int) -> bytes:

@@ -83,7 +83,7 @@ def test_h3_streams_that_are_over_leave_nothing(tmp_path: Path) -> None:
     of_server = pair.server.extra
     assert (pair.server.streams, pair.server.stopped) == ({}, set())
     assert (of_server.http3.streams, of_server.headers) == ({}, {})
-    assert len(of_server.http3._unis) == 1  # the client's control stream
+    assert len(of_server.http3.peer) == 1  # the client's control stream
     assert of_server.http3.buffered == 0
     pair.check_at_rest()
 

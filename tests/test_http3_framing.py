@@ -777,7 +777,7 @@ def test_a_whole_request_leaves_nothing_behind() -> None:
     assert list(h3.streams) == [4000]
     h3.receive(4000, data(b"abc"), True, log)
     assert not h3.streams
-    assert not h3._unis
+    assert not h3.peer
 
 
 def test_a_client_forgets_its_heads() -> None:
@@ -1013,7 +1013,7 @@ def test_start_says_settings_and_opens_the_qpack_streams() -> None:
     peer, log = client()
     peer.receive(3, settings, False, log)
     assert not log.events
-    said = dict(peer.peer_settings or {})
+    said = dict(peer.peer.settings or {})
     assert [said.pop(key) for key in (1, 6, 7)] == [0, 16384, 0]
     ((grease, _),) = said.items()
     assert grease % 0x1F == 0x21 % 0x1F
@@ -1218,7 +1218,7 @@ class Pair3:
 @pytest.mark.parametrize("step", [1, 7, 1 << 30])
 def test_aioquic_asks_and_we_answer(step: int) -> None:
     pair = Pair3(we_are_client=False)
-    assert pair.h3.peer_settings is not None
+    assert pair.h3.peer.settings is not None
     for turn in range(5):
         stream_id = turn * 4
         pair.log.events.clear()
@@ -1367,7 +1367,7 @@ def test_garbage_is_reported_and_never_raised_nor_piled_up(seed: int) -> None:
 
 def held(h3: Http3) -> int:
     requests = sum(len(stream.held) for stream in h3.streams.values())
-    return requests + sum(len(stream.held) for stream in h3._unis.values())
+    return requests + sum(len(stream.held) for stream in h3.peer._streams.values())
 
 
 def check_order(events: list[Event]) -> None:

@@ -127,7 +127,7 @@ def test_an_h3_request_says_what_was_asked_for() -> None:
     for stream_id, data in dialogue.opening(2):
         server.receive(stream_id, data, False, heard)
     server.receive(0, dialogue.request, True, heard)
-    assert server.peer_settings is not None
+    assert server.peer.settings is not None
     assert (heard.body, heard.ended) == (IDS, True)
     assert heard.fields == {
         b":method": b"POST",

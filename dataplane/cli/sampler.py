@@ -36,6 +36,7 @@ _TABLE: dict[str, dict[str, str]] = {
     "aioquic/quic/crypto.py": {"*": "crypto"},
     "dataplane/prompt1.py": {"parse_request": "parse", "_parse_short": "parse"},
     "dataplane/http3.py": {"encode_headers": "egress", "*": "parse"},
+    "dataplane/http3_control.py": {"*": "parse"},
     "dataplane/http3_fields.py": {"encode_section": "egress", "*": "parse"},
     "dataplane/fronts/parameters.py": {"*": "parse"},
     "dataplane/fronts/replies.py": {"*": "egress"},
