@@ -1,10 +1,22 @@
-"""`--partition NAME=DEVICE`, read without asking a device."""
+"""`--partition NAME=DEVICE`: how it is read, and held against the devices that there are."""
+
+import argparse
+from pathlib import Path
+from typing import Any
 
 import pytest
-from fake_nvml import CARD, INSTANCE
+from fake_nvml import CARD, INSTANCE, OTHER_CARD, FakeNvml, card
 
+from dataplane.config import add_flags, load
 from dataplane.errors import UsageError
-from dataplane.partitions import DeviceKind, Partition, parse_partition, parse_partitions
+from dataplane.gpus import look
+from dataplane.partitions import (
+    DeviceKind,
+    Partition,
+    check_devices,
+    parse_partition,
+    parse_partitions,
+)
 
 MIG = INSTANCE.format(3)
 
@@ -75,3 +87,106 @@ def test_no_two_share_a_name_or_a_device(second: str, why: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_partitions(["a=0", second])
     assert why in str(caught.value)
+
+
+# The devices that there are.
+
+
+SPLIT = card(OTHER_CARD, mig="on", instances=range(7))
+
+
+def refusal(texts: list[str], *cards: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        check_devices(parse_partitions(texts), look(FakeNvml(*cards)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["a=0"],
+        [f"a={CARD}"],
+        [f"a={CARD}", f"b={INSTANCE.format(0)}", f"c={INSTANCE.format(6)}"],
+        [f"a=MIG-{OTHER_CARD}/7/0"],
+    ],
+)
+def test_devices_that_are_there_are_taken(texts: list[str]) -> None:
+    check_devices(parse_partitions(texts), look(FakeNvml(card(), SPLIT)))
+
+
+def test_two_names_of_one_card_are_one_device() -> None:
+    told = refusal(["a=0", f"b={CARD}"], card(), SPLIT)
+    assert "that is the device of partition a (a=0) by another name" in told
+    assert told.startswith(f"--partition 'b={CARD}'")
+
+
+def test_a_device_that_is_not_there_is_told_with_those_that_are() -> None:
+    assert f"there are: card 0 (NVIDIA H200, {CARD})" in refusal(["a=1"], card())
+    assert f"there are: card 0 (NVIDIA H200, {CARD})" in refusal([f"a={OTHER_CARD}"], card())
+
+
+def test_a_card_that_is_split_is_not_taken_whole() -> None:
+    told = refusal(["a=1"], card(), SPLIT)
+    assert f"card 1 (NVIDIA H200, {OTHER_CARD}) is split" in told
+    assert INSTANCE.format(3) in told
+    assert "it has none yet" in refusal(["a=0"], card(mig="on"))
+
+
+def test_an_eighth_instance_is_told_that_seven_are_the_most() -> None:
+    texts = [f"p{place}={INSTANCE.format(place)}" for place in range(8)]
+    told = refusal(texts, card(), SPLIT)
+    assert told.startswith(f"--partition '{texts[7]}'")
+    assert "there is no such MIG instance" in told
+    assert "has 7 of at most 7" in told
+    assert "no card here is split" in refusal(texts[:1], card())
+
+
+def test_an_index_counts_as_the_devices_are_listed() -> None:
+    [partition] = parse_partitions(["a=1"])
+    assert partition.environ() == {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+# The settings.
+
+
+def test_partitions_come_from_every_source(tmp_path: Path) -> None:
+    tenants = str(tmp_path / "tenants.toml")
+    file = tmp_path / "dataplane.toml"
+    file.write_text(f'partition = ["a=0", "b=1"]\ntenants = "{tenants}"\n')
+    wanted = ["a=0", "b=1"]
+    flags = {"state_dir": str(tmp_path), "tenants": tenants}
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    given = vars(parser.parse_args(["--partition", "a=0", "--partition=b=1"]))
+    for config in (
+        load({**flags, "partition": given["partition"]}, {}),
+        load(flags, {"DATAPLANE_PARTITION": "a=0  b=1"}),
+        load({"state_dir": str(tmp_path), "config": str(file)}, {}),
+    ):
+        assert [str(one) for one in config.partition] == wanted
+        assert config.tenants == Path(tenants)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "why"),
+    [
+        ({"partition": "a=0 b=1"}, {}, "the partitions a, b need --tenants FILE"),
+        ({"partition": "a=0", "runtime": "null"}, {}, "--runtime null is none"),
+        ({"partition": "a"}, {}, "--partition 'a': it takes NAME=DEVICE"),
+        ({}, {"DATAPLANE_PARTITION": "a"}, "DATAPLANE_PARTITION: --partition 'a': it takes"),
+        ({"partition": ""}, {}, "'' is not allowed; it takes NAME=DEVICE"),
+    ],
+)
+def test_partitions_that_cannot_be_are_refused(
+    tmp_path: Path, flags: dict[str, str | None], environ: dict[str, str], why: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        load({"state_dir": str(tmp_path), **flags}, environ)
+    assert why in str(caught.value)
+
+
+def test_a_partition_in_a_file_is_a_list_of_texts(tmp_path: Path) -> None:
+    file = tmp_path / "dataplane.toml"
+    file.write_text("partition = [1]\n")
+    with pytest.raises(UsageError, match=r":partition: \[1\] is not allowed"):
+        load({"state_dir": str(tmp_path), "config": str(file)}, {})
