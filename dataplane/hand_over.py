@@ -10,7 +10,8 @@ time-out. Once the handshake is complete the pump has the 1-RTT packets. The rul
 - Nothing of aioquic acknowledges, repeats or paces a 1-RTT packet any more, and no stream of it is
   ever used.
 
-Sans-IO, for servers and clients alike. What it leans on in aioquic stands in `dataplane.quic`.
+Sans-IO, for servers and clients alike. What it leans on in aioquic stands in `dataplane.quic` and
+`dataplane.quic_tap`.
 """
 
 import time
@@ -20,11 +21,11 @@ from aioquic.quic.connection import QuicConnection
 from aioquic.quic.packet import QuicErrorCode, QuicFrameType
 
 from dataplane import quic as private
+from dataplane import quic_tap
 from dataplane.pump import CONTROL, DELIVERED, FAILED, PATH_BYTES, TAKEN, Event, Pump
 
 _EARLY_MAX = 8
 _PACKET_NUMBER_MAX_BYTES = 4
-_TAG_BYTES = 16
 _UNKNOWN_SIZE = 1200
 
 
@@ -58,9 +59,9 @@ class HandOver:
         self._front = front
         self._socket = socket
         self._cid_bytes = quic.configuration.connection_id_length
-        self._tap = private.Tap()
+        self._tap = quic_tap.Tap()
         self._early: list[tuple[bytes, bytes, int]] = []
-        self._tokens: dict[int, private.Deliveries] = {}
+        self._tokens: dict[int, quic_tap.Deliveries] = {}
         self._token = 0
         self._path: tuple[bytes, bool] = (b"", False)
         self._peer_cid = b""
@@ -76,7 +77,7 @@ class HandOver:
         """Take any datagram of this connection's; `at_ns` is the kernel's receive time."""
         if not data:
             return
-        at = private.split(data, self._cid_bytes)
+        at = quic_tap.split(data, self._cid_bytes)
         if at:
             # What stands behind counts for the datagram's size, which an Initial packet needs.
             self.quic.receive_datagram(data[:at].ljust(len(data), b"\0"), addr, now)
@@ -108,7 +109,7 @@ class HandOver:
         elif event.kind == DELIVERED:
             deliveries = self._tokens.pop(event.number, None)
             if deliveries is not None:
-                (private.deliver if event.flags else private.lose)(deliveries)
+                (quic_tap.deliver if event.flags else quic_tap.lose)(deliveries)
         elif event.kind == FAILED:
             reason = event.body.decode("utf-8", "replace")
             self.quic.close(error_code=event.number, frame_type=event.stream, reason_phrase=reason)
@@ -116,7 +117,7 @@ class HandOver:
     def _control(self, event: Event, now: float) -> None:
         cid_end = PATH_BYTES + self._cid_bytes
         body = event.body
-        private.feed(
+        quic_tap.feed(
             self.quic,
             self._tap,
             cid=body[PATH_BYTES:cid_end],
@@ -142,7 +143,7 @@ class HandOver:
         self._path = private.path_in_use(quic)
         self._peer_cid = private.peer_cid(quic)
         self.handle = pump.adopt(
-            private.hand_over(quic), self._path[0], front, self._socket, int(now * 1e9)
+            quic_tap.hand_over(quic), self._path[0], front, self._socket, int(now * 1e9)
         )
         if not self.handle:
             self._refused = True
@@ -150,7 +151,7 @@ class HandOver:
             self.close(QuicErrorCode.INTERNAL_ERROR, "out of memory", QuicFrameType.PADDING)
             return
         self.adopted = True
-        private.install(quic, self._tap)
+        quic_tap.install(quic, self._tap)
         private.give_reset_tokens(quic)
         self._sync()
         early, self._early = self._early, []
@@ -194,7 +195,7 @@ class HandOver:
         datagrams = self.quic.datagrams_to_send(now)
         if not self.adopted:
             return datagrams
-        captured = iter(private.collect(self.quic, self._tap))
+        captured = iter(quic_tap.collect(self.quic, self._tap))
         packet = next(captured, None)
         left = []
         for data, addr in datagrams:
@@ -209,7 +210,7 @@ class HandOver:
             packet = next(captured, None)
         return left
 
-    def _send(self, packet: private.Captured, addr: bytes, closes: bool) -> None:
+    def _send(self, packet: quic_tap.Captured, addr: bytes, closes: bool) -> None:
         if self._quiet:
             return
         frames = self._fitting(packet.frames)
@@ -225,12 +226,12 @@ class HandOver:
         if self._pump.control(self.handle, frames, self._token, True, path):
             self._tokens[self._token] = packet.deliveries
         else:
-            private.lose(packet.deliveries)
+            quic_tap.lose(packet.deliveries)
 
     def _fitting(self, frames: bytes) -> bytes:
         """Cut padding that has no room beside the longest packet number."""
         room = self.quic.configuration.max_datagram_size - 1 - len(self._peer_cid)
-        room -= _PACKET_NUMBER_MAX_BYTES + _TAG_BYTES
+        room -= _PACKET_NUMBER_MAX_BYTES + quic_tap.TAG_BYTES
         return frames[:room] if len(frames) > room and not any(frames[room:]) else frames
 
     def close(self, code: int, reason: str, frame_type: int | None = None) -> None:

@@ -20,6 +20,7 @@ from pumped_ends import (
 
 from dataplane import pump as events
 from dataplane import quic as private
+from dataplane import quic_tap
 from dataplane.errors import DataplaneError
 from dataplane.pump import PATH_BYTES, Event, path_of
 
@@ -112,7 +113,7 @@ def test_aioquic_sends_no_short_packets(state_dir: Path, kinds: str) -> None:
     for end in pumped_of(wire):
         for data in end.by_aioquic:
             assert data[0] & 0x80
-            assert private.split(data, 8) == len(data)
+            assert quic_tap.split(data, 8) == len(data)
 
 
 def test_a_request_coalesced_with_the_handshakes_end_costs_no_time_out(state_dir: Path) -> None:
@@ -133,7 +134,7 @@ def test_packets_that_overtake_the_handshakes_end_are_kept(state_dir: Path) -> N
 
     def hold_back(to_server: bool, data: bytes) -> bool:
         """Take the datagrams that end the handshake apart, and bring the tail first."""
-        at = private.split(data, 8)
+        at = quic_tap.split(data, 8)
         if to_server and data[0] & 0x80 and at < len(data) and not kept:
             kept.append(data[:at].ljust(len(data), b"\0"))
             server.receive(data[at:], CLIENT, wire.now)
