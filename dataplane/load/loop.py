@@ -15,7 +15,6 @@ request, and what is measured would be them. The rules that hold here:
 - When nothing is answered for `stall_s`, the run ends in words instead of waiting.
 """
 
-import heapq
 import select
 import socket
 import time
@@ -34,7 +33,9 @@ from dataplane.errors import UnavailableError
 from dataplane.kinds import Address, format_address
 from dataplane.load.link import Link
 from dataplane.load.native import H3, RAW, UNREACHABLE, NativeRun
+from dataplane.load.sockets import connected, resolve
 from dataplane.load.tally import LOST, Outcome, Schedule, Tally
+from dataplane.load.timers import Timers
 from dataplane.load.wire import Dialogue, H3Dialogue, RawDialogue
 from dataplane.pump import DATAGRAM, FRONT_EVENTS, FRONT_LOAD, PATH_BYTES, Event
 
@@ -50,7 +51,6 @@ packed, and aioquic, which tries every waiting stream for every packet, has fewe
 _SPIN_S = 0.0001
 """The last stretch before a request is due is not slept: waking takes about as long."""
 
-_BUFFER = 1 << 20
 _NATIVE: dict[type, int] = {RawDialogue: RAW, H3Dialogue: H3}
 """What the native generator speaks itself."""
 
@@ -123,8 +123,7 @@ class Load:
             lib.dp_load_request(native, self._request, len(self._request), protocol)
         self._numbered: list[Link] = []  # by the number of their sockets in the pump
         self._told: dict[Link, None] = {}
-        self._timers: list[tuple[float, int, Link]] = []
-        self._timer_count = 0
+        self._timers = Timers()
         self._touched: list[Link] = []
         self._tick_at = 0.0
         self._moved_ns = 0
@@ -177,7 +176,7 @@ class Load:
 
     def _first(self) -> tuple[socket.AddressFamily, Any]:
         """Connect to the first of the host's addresses that takes it."""
-        addresses = _resolve(self._server.address)
+        addresses = resolve(self._server.address)
         reasons = []
         for family, peer in addresses:
             try:
@@ -189,7 +188,7 @@ class Load:
         raise UnavailableError(f"no connection to {where} ({'; '.join(reasons)})")
 
     def _open(self, family: socket.AddressFamily, peer: Any) -> Link:
-        sock = _connected(family, peer)
+        sock = connected(family, peer)
         quic = QuicConnection(configuration=self._configuration)
         transport: Transport
         if self._hub is None:
@@ -365,8 +364,9 @@ class Load:
         else:
             self._read(ready)
         now = time.monotonic()
-        if self._timers and self._timers[0][0] <= now:
-            self._fire_timers(now)
+        for link in self._timers.due(now):
+            link.handle_timer(now)
+            self._settle(link)
         if now >= self._tick_at:
             self._tick(now)
 
@@ -404,9 +404,7 @@ class Load:
             self._told[link] = None
 
     def _wait(self, now: float) -> list[tuple[int, int]]:
-        timeout = max(0.0, self._tick_at - now)
-        if self._timers:
-            timeout = max(0.0, min(timeout, self._timers[0][0] - now))
+        timeout = max(0.0, min(self._tick_at, self._timers.next_at()) - now)
         due_ns = self._schedule.next_ns() if self._roomy else None
         if due_ns is not None and due_ns / 1e9 - now < timeout:
             # epoll counts in milliseconds, select in microseconds.
@@ -452,36 +450,12 @@ class Load:
             if link.lost is None:
                 due = link.transmit(time.monotonic())
                 if due is not None:
-                    self._arm(link, due)
+                    self._timers.arm(link, due)
             if link.lost is not None:
                 self._drop(link)
         self._touched.clear()
         if self._hub is not None and self._hub.threaded:
             self._hub.pump.flush()
-
-    # Time.
-
-    def _arm(self, link: Link, due: float) -> None:
-        """Set a timer; one that only moved later is looked at again when it fires."""
-        armed = link.timer_at
-        if armed is None or due < armed:
-            link.timer_at = due
-            self._timer_count += 1
-            heapq.heappush(self._timers, (due, self._timer_count, link))
-
-    def _fire_timers(self, now: float) -> None:
-        timers = self._timers
-        while timers and timers[0][0] <= now:
-            at, _, link = heapq.heappop(timers)
-            if link.timer_at != at or link.lost is not None:
-                continue
-            link.timer_at = None
-            due = link.quic.timer()
-            if due is not None and due > now:
-                self._arm(link, due)
-            elif due is not None:
-                link.handle_timer(now)
-                self._settle(link)
 
     def _tick(self, now: float) -> None:
         self._tick_at = now + _TICK_S
@@ -495,26 +469,3 @@ class Load:
                 link.heard_ns = now_ns
                 link.ping()
                 self._touch(link)
-
-
-def _connected(family: socket.AddressFamily, peer: Any) -> socket.socket:
-    try:
-        sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-    except OSError as error:
-        raise UnavailableError(f"a socket cannot be had: {error.strerror}") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-        sock.connect(peer)
-    except OSError as error:
-        sock.close()
-        raise UnavailableError(error.strerror or str(error)) from error
-    return sock
-
-
-def _resolve(address: Address) -> list[tuple[socket.AddressFamily, Any]]:
-    host, port = address
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError) as error:
-        raise UnavailableError(f"the host name {host} does not resolve: {error}") from error
-    return [(family, peer) for family, _, _, _, peer in found]
