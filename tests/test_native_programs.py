@@ -27,7 +27,10 @@ QUICK = (
     Run("load", 100),
     Run("load_h3", 5_000),
     Run("pump", 100),
-    Run("raw", 100),
+    Run("raw_in", 100),
+    Run("raw_refused", 1),
+    Run("raw_ends", 1),
+    Run("raw_out", 10),
 )
 
 

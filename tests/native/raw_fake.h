@@ -53,7 +53,7 @@ static struct fake_event events[EVENTS_MAX];
 static uint32_t event_count;
 static struct dp_region *region;
 
-static struct fake_stream *fake(struct dp_stream *stream) {
+static inline struct fake_stream *fake(struct dp_stream *stream) {
     return (struct fake_stream *)stream;
 }
 
@@ -85,13 +85,13 @@ void dp_conn_reset(struct dp_conn *conn, struct dp_stream *stream, uint64_t code
     of->reset_code = code;
 }
 
-static bool lies_in(const uint8_t *place, uint32_t slot) {
+static inline bool lies_in(const uint8_t *place, uint32_t slot) {
     const uint8_t *prompt = (const uint8_t *)dp_prompt(region, slot);
     return place >= prompt && place < prompt + region->layout.prompt_stride;
 }
 
 /* Nothing may be written any more; a place is left while its slot is held, never afterwards. */
-static void end_reading(struct dp_stream *stream) {
+static inline void end_reading(struct dp_stream *stream) {
     struct dp_receiving *in = &stream->in;
     if (in->discard)
         return;
@@ -172,31 +172,32 @@ bool dp_events_has(const struct dp_stream *stream) {
     return ((const struct fake_stream *)stream)->handed;
 }
 
-static size_t told_data(struct dp_pump *of, struct dp_entry *entry, struct dp_stream *stream,
-                        const uint8_t *bytes, size_t length, bool fin) {
+static inline size_t told_data(struct dp_pump *of, struct dp_entry *entry, struct dp_stream *stream,
+                               const uint8_t *bytes, size_t length, bool fin) {
     (void)of, (void)entry, (void)bytes, (void)length, (void)fin;
     fake(stream)->told_data++;
     return 0;
 }
 
-static void told_reset(struct dp_pump *of, struct dp_entry *entry, struct dp_stream *stream,
-                       uint64_t code) {
+static inline void told_reset(struct dp_pump *of, struct dp_entry *entry, struct dp_stream *stream,
+                              uint64_t code) {
     (void)of, (void)entry, (void)code;
     fake(stream)->told_reset++;
 }
 
-static void told_stopped(struct dp_pump *of, struct dp_entry *entry, struct dp_stream *stream,
-                         uint64_t code) {
+static inline void told_stopped(struct dp_pump *of, struct dp_entry *entry,
+                                struct dp_stream *stream, uint64_t code) {
     (void)of, (void)entry, (void)code;
     fake(stream)->told_stopped++;
 }
 
-static void told_closed(struct dp_pump *of, struct dp_entry *entry, struct dp_stream *stream) {
+static inline void told_closed(struct dp_pump *of, struct dp_entry *entry,
+                               struct dp_stream *stream) {
     (void)of, (void)entry;
     fake(stream)->told_closed++;
 }
 
-static void told_left(struct dp_pump *of, struct dp_entry *entry) {
+static inline void told_left(struct dp_pump *of, struct dp_entry *entry) {
     (void)of, (void)entry;
 }
 
@@ -209,7 +210,7 @@ const struct dp_front_calls dp_front_events = {.data = told_data,
 /* What the peer does -------------------------------------------------------------------------- */
 
 /* A new stream; the last ones of a connection are given back when it has too many. */
-static struct fake_stream *open_stream(uint32_t conn, uint64_t id_bits) {
+static inline struct fake_stream *open_stream(uint32_t conn, uint64_t id_bits) {
     struct dp_conn *of = &conns[conn];
     CHECK(of->count < STREAMS_MAX);
     struct fake_stream *stream = &of->streams[of->count];
@@ -220,7 +221,8 @@ static struct fake_stream *open_stream(uint32_t conn, uint64_t id_bits) {
     return stream;
 }
 
-static size_t offer(struct fake_stream *stream, const uint8_t *bytes, size_t length, bool fin) {
+static inline size_t offer(struct fake_stream *stream, const uint8_t *bytes, size_t length,
+                           bool fin) {
     struct dp_entry *entry = &stream->conn->entry;
     if (stream->stream.in.place)
         return dp_front_raw.data(&pump, entry, &stream->stream, bytes, length, fin);
@@ -235,7 +237,7 @@ static size_t offer(struct fake_stream *stream, const uint8_t *bytes, size_t len
 }
 
 /* As dp_conn_deliver. */
-static void offer_all(struct fake_stream *stream) {
+static inline void offer_all(struct fake_stream *stream) {
     struct dp_receiving *in = &stream->stream.in;
     while (!in->discard && !in->fin_offered) {
         size_t length;
@@ -259,8 +261,8 @@ static void offer_all(struct fake_stream *stream) {
 
 /* Bytes [from, to) of a request arrive in a packet, with FIN behind them or not. Where they belong
  * to a place they are decrypted there. */
-static void arrive(struct fake_stream *stream, const uint8_t *wire, size_t from, size_t to,
-                   bool fin) {
+static inline void arrive(struct fake_stream *stream, const uint8_t *wire, size_t from, size_t to,
+                          bool fin) {
     struct dp_receiving *in = &stream->stream.in;
     if (fin)
         in->final_size = to;
@@ -277,22 +279,22 @@ static void arrive(struct fake_stream *stream, const uint8_t *wire, size_t from,
     offer_all(stream);
 }
 
-static void peer_resets(struct fake_stream *stream) {
+static inline void peer_resets(struct fake_stream *stream) {
     stream->stream.in.was_reset = true;
     dp_front_raw.reset(&pump, &stream->conn->entry, &stream->stream, 7);
 }
 
-static void peer_stops(struct fake_stream *stream) {
+static inline void peer_stops(struct fake_stream *stream) {
     dp_front_raw.stopped(&pump, &stream->conn->entry, &stream->stream, 7);
 }
 
-static void close_stream(struct fake_stream *stream) {
+static inline void close_stream(struct fake_stream *stream) {
     dp_front_raw.closed(&pump, &stream->conn->entry, &stream->stream);
 }
 
 /* Before and after ---------------------------------------------------------------------------- */
 
-static void forget_streams(void) {
+static inline void forget_streams(void) {
     for (uint32_t i = 0; i < CONNS; i++) {
         for (uint32_t j = 0; j < conns[i].count; j++) {
             CHECK(conns[i].streams[j].stream.app_state == 0 || !conns[i].streams[j].stream.app);
@@ -307,7 +309,7 @@ static void forget_streams(void) {
     event_count = 0;
 }
 
-static void make_pump(void) {
+static inline void make_pump(void) {
     memset(&pump, 0, sizeof pump);
     pthread_mutex_init(&pump.lock, NULL);
     pump.now = INT64_C(1000) * 1000000000;
@@ -316,7 +318,7 @@ static void make_pump(void) {
     forget_streams();
 }
 
-static void free_pump(void) {
+static inline void free_pump(void) {
     forget_streams();
     dp_raw_free(&pump);
     CHECK(!pump.raw);
