@@ -3,8 +3,8 @@
 import socket
 from typing import Any
 
-from dataplane.config import Address
 from dataplane.errors import UnavailableError
+from dataplane.kinds import Address
 
 _BUFFER = 1 << 20
 
