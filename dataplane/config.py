@@ -36,6 +36,8 @@ from dataplane.kinds import (
 from dataplane.partitions import Partition
 
 ENV_PREFIX = "DATAPLANE_"
+API_KEY_VARIABLE = ENV_PREFIX + "API_KEY"
+"""The key that `dataplane client` and `dataplane bench` ask with; a daemon has none."""
 # What Kubernetes sets in every pod beside a Service named dataplane.
 _ORCHESTRATED = re.compile(r"DATAPLANE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w+)?)")
 _log = logging.getLogger("dataplane.config")
@@ -258,7 +260,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         if variable not in known:
             # Not an error: an orchestrator makes variables of its own from a service's name.
-            if not _ORCHESTRATED.fullmatch(variable):
+            if variable != API_KEY_VARIABLE and not _ORCHESTRATED.fullmatch(variable):
                 _log.warning("%s: there is no such setting%s", variable, _suggest(variable, known))
             continue
         values[known[variable].name] = known[variable].parse(variable, text, Path.cwd())
@@ -342,6 +344,12 @@ def load(flags: Mapping[str, str | None], environ: Mapping[str, str]) -> ServeCo
         raise UsageError("--busy-poll is the packet pump's, which --no-pump leaves out")
     values["partition"] = values["partition"] or ()
     _check_partitions(values)
+    if API_KEY_VARIABLE in environ and values["tenants"] is None:
+        # Elsewhere a variable of this kind has a server ask for the key.
+        _log.warning(
+            "%s is what clients send: it does not make this daemon ask for a key, --tenants does",
+            API_KEY_VARIABLE,
+        )
     if values["state_dir"] is None:
         values["state_dir"] = default_state_dir(environ)
     if values["socket"] is None:

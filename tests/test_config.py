@@ -218,6 +218,20 @@ def test_variables_of_an_orchestrator_are_nobodys_mistake(
     assert not caplog.messages
 
 
+def test_a_clients_key_is_no_setting_and_said_to_have_no_effect_where_nobody_needs_one(
+    tmp_path: Path, environ: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    environ["DATAPLANE_API_KEY"] = "SECRET"
+    load({}, environ)
+    assert caplog.messages == [
+        "DATAPLANE_API_KEY is what clients send: it does not make this daemon ask for a key,"
+        " --tenants does"
+    ]
+    caplog.clear()
+    load({"tenants": str(tmp_path / "tenants.toml")}, environ)
+    assert not caplog.messages
+
+
 def test_certificate_and_key_come_together(environ: dict[str, str]) -> None:
     assert "needs --key as well" in refusal({"cert": "/c.pem"}, environ)
     assert "needs --cert as well" in refusal({"key": "/k.pem"}, environ)

@@ -132,6 +132,18 @@ def test_a_daemon_that_ends_before_it_is_ready_is_said() -> None:
         starting.wait_ready()
 
 
+def test_a_daemon_gets_no_key_of_whoever_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATAPLANE_API_KEY", "alpha")
+    monkeypatch.setenv("DATAPLANE_SLOTS", "7")
+    then = (
+        "slots = os.environ['DATAPLANE_SLOTS'] if 'DATAPLANE_API_KEY' not in os.environ else 0\n"
+        "print(f'ready quic=a:1 admin=a:1 runtime=x slots={slots} context=1 ca=/', flush=True)\n"
+        "time.sleep(60)"
+    )
+    with ChildDaemon(child(then=then)) as started:
+        assert started.wait_ready().slots == 7
+
+
 def test_a_daemon_that_is_never_ready_is_ended() -> None:
     with (
         pytest.raises(UnavailableError, match=r"not ready within 0\.2 s"),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from dataplane.cli import ask as cli_client
 from dataplane.cli.prompts import ByteCodec, model_codec
-from dataplane.config import SOCKET_NAME
+from dataplane.config import API_KEY_VARIABLE, SOCKET_NAME
 from dataplane.errors import UnavailableError
 from dataplane.kinds import Address, parse_address
 
@@ -73,6 +73,8 @@ class ChildDaemon:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,  # stderr is shown as it comes
             start_new_session=True,
+            # The key is for asking other daemons; this one takes whoever starts it.
+            env={name: text for name, text in os.environ.items() if name != API_KEY_VARIABLE},
         )
         return self
 
