@@ -29,6 +29,8 @@ TEMPERATURE_MAX = 100.0
 # top_p, top_k, seed, deadline.
 _REQUEST = struct.Struct("<4sHBBIIQIffIII")
 _EXTENSION = struct.Struct("<HH")
+API_KEY_MAX = HEADER_MAX - HEADER_MIN - _EXTENSION.size
+"""Bytes of the longest key that a header holds."""
 # magic, status, slot, request id, queue µs, ingress µs, retry after ms, free slots left.
 _VERDICT = struct.Struct("<4sHHQIIII")
 # finish reason, prompt tokens, output tokens, 0.

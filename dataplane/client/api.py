@@ -32,6 +32,7 @@ from cryptography import x509
 from dataplane.client.answer import BaseAnswer, ResetError, Result
 from dataplane.client.h3 import Http3Client
 from dataplane.client.h3_link import Http3Link
+from dataplane.client.keys import encode_key
 from dataplane.client.link import AnyLink, Link, open_link
 from dataplane.client.wire import (
     AnswerReader,
@@ -180,7 +181,7 @@ class Client:
             strict: Whether only that slot will do.
             deadline_ms: Milliseconds after which the answer ends; 0 is none.
             request_id: 0 leaves it to the daemon.
-            api_key: Who asks.
+            api_key: Who asks, for a daemon with tenants.
             width: Bytes of an id on the wire, 2 or 4.
 
         Raises:
@@ -200,7 +201,7 @@ class Client:
             top_k=top_k,
             seed=seed,
             deadline_ms=deadline_ms,
-            api_key=api_key.encode() if isinstance(api_key, str) else api_key,
+            api_key=None if api_key is None else encode_key(api_key),
         )
         answer = Answer(self._link, encode_prompt(request, encoded), True)
         try:

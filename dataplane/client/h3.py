@@ -26,6 +26,7 @@ from dataplane.client.http import (
     request_head,
     text_body,
 )
+from dataplane.client.keys import key_fields
 from dataplane.client.wire import encode_ids
 from dataplane.errors import DataplaneError, Status, UnavailableError
 from dataplane.http3_fields import Fields, Pair
@@ -211,12 +212,14 @@ class Http3Client:
         strict: bool = False,
         deadline_ms: int = 0,
         request_id: str | None = None,
+        api_key: str | bytes | None = None,
         width: int = 4,
     ) -> HttpAnswer:
         """Send a prompt of token ids and wait for the verdict on it; see `Client.submit`.
 
         Args:
             request_id: 1 to 64 visible ASCII characters; None leaves it to the daemon.
+            api_key: Who asks, for a daemon with tenants.
 
         Raises:
             UsageError: A value does not fit the wire.
@@ -227,7 +230,8 @@ class Http3Client:
             0, width, max_output, 0, affinity, strict, temperature, top_p, top_k, seed, deadline_ms
         )
         kind = BINARY if width == 4 else BINARY + b"; width=2"
-        return await self._post(kind, BINARY, body, parameter_fields(request, request_id))
+        fields = key_fields(api_key) + parameter_fields(request, request_id)
+        return await self._post(kind, BINARY, body, fields)
 
     async def ask(
         self,
@@ -242,11 +246,13 @@ class Http3Client:
         strict: bool = False,
         deadline_ms: int = 0,
         request_id: str | None = None,
+        api_key: str | bytes | None = None,
     ) -> HttpAnswer:
         """Send text, which the daemon turns into ids, and wait for the verdict on it.
 
         Args:
             prompt: Text as it is, or messages: `[{"role": "user", "content": "..."}]`.
+            api_key: Who asks, for a daemon with tenants.
 
         Raises:
             UsageError: A value does not fit the wire.
@@ -255,9 +261,8 @@ class Http3Client:
         request = Request(
             0, 4, max_output, 0, affinity, strict, temperature, top_p, top_k, seed, deadline_ms
         )
-        return await self._post(
-            JSON, EVENTS, text_body(prompt), parameter_fields(request, request_id)
-        )
+        fields = key_fields(api_key) + parameter_fields(request, request_id)
+        return await self._post(JSON, EVENTS, text_body(prompt), fields)
 
     async def _post(
         self, kind: bytes, accept: bytes, body: bytes, parameters: list[Pair]
@@ -277,13 +282,19 @@ class Http3Client:
             answer.cancel()
             raise
 
-    async def get(self, path: str) -> Page:
+    async def get(self, path: str, *, api_key: str | bytes | None = None) -> Page:
         """Fetch a page: `/health`, `/slots`, `/props`, `/tokenizer.json`.
 
+        Args:
+            path: The page's.
+            api_key: Who asks, for a daemon with tenants: all but `/health` are each tenant's own.
+
         Raises:
+            UsageError: The key does not fit the wire.
             UnavailableError: The connection is lost.
         """
-        pairs = request_head(self._authority, b"GET", path.encode(), [_USER_AGENT])
+        fields = [_USER_AGENT, *key_fields(api_key)]
+        pairs = request_head(self._authority, b"GET", path.encode(), fields)
         answer = _PageAnswer()
         stream_id = self._link.request(pairs, b"", answer)
         try:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataplane.errors import ResetCode, Status, UsageError
 from dataplane.http_names import FINISH_WORDS
 from dataplane.prompt1 import (
+    API_KEY_MAX,
     END_MARK,
     HEADER_MAX,
     TRAILER_BYTES,
@@ -93,9 +94,8 @@ def encode_prompt(request: Request, ids: bytes) -> bytes:
     except (struct.error, OverflowError) as error:
         raise UsageError(f"the request cannot be encoded: {error}") from error
     if len(header) > HEADER_MAX:
-        most = HEADER_MAX - (len(header) - len(request.api_key or b""))
         raise UsageError(
-            f"the API key has {len(request.api_key or b'')} bytes; {most} fit a header"
+            f"the API key has {len(request.api_key or b'')} bytes; {API_KEY_MAX} fit a header"
         )
     return header + ids
 
