@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,40 @@ def test_refusals_are_counted_and_are_no_error(bench: Bench, daemon: StartDaemon
     assert health["429"] >= counts["429"]
 
 
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("protocol", ["raw", "h3"])
+@pytest.mark.parametrize("flags", [[], ["--no-pump"]])
+def test_a_load_has_a_key_and_tells_who_had_none(
+    daemon: StartDaemon,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    protocol: str,
+    flags: list[str],
+) -> None:
+    monkeypatch.delenv("DATAPLANE_API_KEY", raising=False)
+    tenants, key = tmp_path / "tenants.toml", tmp_path / "key"
+    tenants.write_text(f'[acme]\nkey_sha256 = "{sha256(b"alpha").hexdigest()}"\n')
+    key.write_text("alpha\n")
+    served = daemon("--runtime=echo", "--slots=2", f"--tenants={tenants}")
+    load = ["bench", "--json", *to(served), f"--protocol={protocol}", *flags]
+    load += ["--requests=40", "--connections=1", "--streams=1"]
+
+    def count(*arguments: str) -> tuple[dict[str, int], bool]:
+        assert main([*load, *arguments]) == 0
+        out, err = capsys.readouterr()
+        told = (
+            "40 of 40 requests were answered with 401, no or unknown API key:"
+            " a key comes from --api-key-file FILE, or else from DATAPLANE_API_KEY"
+        )
+        return json.loads(out)["by_status"], told in err
+
+    assert count() == ({"401": 40}, True)
+    assert count(f"--api-key-file={key}") == ({"200": 40}, False)
+    monkeypatch.setenv("DATAPLANE_API_KEY", "alpha")
+    assert count() == ({"200": 40}, False)
+
+
 def test_an_open_loop_keeps_its_rate(bench: Bench, daemon: StartDaemon) -> None:
     served = daemon("--runtime=null")
     result = bench.json(*to(served), "--requests=100", "--rate=200", "--connections=2")
@@ -278,6 +313,7 @@ def test_where_nothing_was_measured_stands_null(
         (["--no-pump", "--busy-poll"], "--busy-poll is the packet pump's"),
         (["--ca=x.pem"], "--ca is for a daemon that runs already"),
         (["--admin=localhost:1"], "--admin is for a daemon that runs already"),
+        (["--api-key-file=key"], "--api-key-file is for a daemon that runs already"),
         (["--server=localhost:1", "--ca=/none.pem"], "there is no CA file /none.pem"),
     ],
 )

@@ -74,7 +74,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Bytes for a tokeniser; the list gets whether the chat template was asked for."""
     asked = []
 
-    async def fetch(server: str, ca: Path | None, chat: bool, say: Any, *, pump: bool) -> ByteCodec:
+    async def fetch(server: str, ca: Path | None, chat: bool, say: Any, **how: Any) -> ByteCodec:
         asked.append(chat)
         return ByteCodec()
 

@@ -30,6 +30,8 @@ def test_a_raw_request_says_what_was_asked_for() -> None:
     request = parse_request(data, True)
     assert (request.n_tokens, request.max_output) == (3, 9)  # type: ignore[union-attr]
     assert data[48:] == IDS
+    keyed = parse_request(dialogues("raw", "localhost", IDS, 9, b"alpha")[1]().request, True)
+    assert keyed.api_key == b"alpha"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

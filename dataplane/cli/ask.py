@@ -7,7 +7,7 @@ The rules that hold here: what was asked for goes to stdout, everything else to 
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dataplane.cli import prompts as cli_prompts
-from dataplane.cli.prompts import IdText
-from dataplane.client import Client, connect
+from dataplane.cli.prompts import IdText, PageRefusedError
+from dataplane.client import Client, connect, keys
 from dataplane.client.answer import BaseAnswer
 from dataplane.client.h3 import Http3Client
 from dataplane.errors import BusyError, DataplaneError, Status, UnavailableError, UsageError
@@ -85,7 +85,8 @@ class Outcome:
 
 def failure(error: DataplaneError) -> Outcome:
     """The outcome of a request that never was one."""
-    return Outcome(error=str(error), exit_code=_exit_of(error))
+    status = error.status if isinstance(error, PageRefusedError) else None
+    return Outcome(status=status, error=str(error), exit_code=_exit_of(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +109,17 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """Whom to ask, and how: `raw` or `h3`, with the packet pump or on aioquic alone."""
+    """Whom to ask, and how: `raw` or `h3`, with the packet pump or on aioquic alone.
+
+    Attributes:
+        api_key: Who asks, or None.
+    """
 
     server: str
     ca: Path | None = None
     protocol: str = "raw"
     pump: bool = True
+    api_key: bytes | None = field(default=None, repr=False)
 
 
 async def ask(daemon: Daemon, question: Question, show: Callable[[str], None]) -> Outcome:
@@ -127,11 +133,11 @@ async def ask(daemon: Daemon, question: Question, show: Callable[[str], None]) -
     try:
         if daemon.protocol == "h3":
             async with connect(daemon.server, daemon.ca, protocol="h3", pump=daemon.pump) as client:
-                return await _ask_h3(client, question, show)
+                return await _ask_h3(client, question, daemon.api_key, show)
         if question.ids is None:
             question = await _encoded(daemon, question)
         async with connect(daemon.server, daemon.ca, pump=daemon.pump) as raw:
-            return await _ask_raw(raw, question, show)
+            return await _ask_raw(raw, question, daemon.api_key, show)
     except DataplaneError as error:
         return failure(error)
 
@@ -139,26 +145,37 @@ async def ask(daemon: Daemon, question: Question, show: Callable[[str], None]) -
 async def _encoded(daemon: Daemon, question: Question) -> Question:
     """Turn the question's text into ids."""
     codec = await cli_prompts.fetch_codec(
-        daemon.server, daemon.ca, question.chat, say_line, pump=daemon.pump
+        daemon.server,
+        daemon.ca,
+        question.chat,
+        say_line,
+        pump=daemon.pump,
+        api_key=daemon.api_key,
     )
     return replace(question, ids=codec.encode(question.prompt or ""), text=codec.stream())
 
 
-async def _ask_raw(client: Client, question: Question, show: Callable[[str], None]) -> Outcome:
+async def _ask_raw(
+    client: Client, question: Question, api_key: bytes | None, show: Callable[[str], None]
+) -> Outcome:
     answer = await client.submit(
         question.ids or (),
         max_output=question.max_output,
         temperature=question.temperature,
         seed=question.seed,
+        api_key=api_key,
     )
     return await _follow_ids(answer, question.text, show)
 
 
-async def _ask_h3(client: Http3Client, question: Question, show: Callable[[str], None]) -> Outcome:
+async def _ask_h3(
+    client: Http3Client, question: Question, api_key: bytes | None, show: Callable[[str], None]
+) -> Outcome:
     parameters: dict[str, Any] = {
         "max_output": question.max_output,
         "temperature": question.temperature,
         "seed": question.seed,
+        "api_key": api_key,
     }
     if question.ids is not None:
         return await _follow_ids(
@@ -250,7 +267,8 @@ def complain(outcome: Outcome) -> None:
     if outcome.error is not None:
         refused = outcome.status not in (None, Status.OK)
         status = f"{outcome.status}: " if refused else ""
-        print(f"dataplane: {status}{' '.join(outcome.error.splitlines())}", file=sys.stderr)
+        hint = f"; {keys.HINT}" if outcome.status == Status.UNAUTHORIZED else ""
+        print(f"dataplane: {status}{' '.join(outcome.error.splitlines())}{hint}", file=sys.stderr)
 
 
 def show_times(

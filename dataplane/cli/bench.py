@@ -16,6 +16,7 @@ import contextlib
 import gc
 import http.client
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -32,9 +33,9 @@ from rich.table import Table
 
 from dataplane import quic as private
 from dataplane.cli.demo import ChildDaemon
-from dataplane.client import read_ca
+from dataplane.client import keys, read_ca
 from dataplane.config import SOCKET_NAME
-from dataplane.errors import UnavailableError, UsageError
+from dataplane.errors import Status, UnavailableError, UsageError
 from dataplane.kinds import Address, format_address, parse_address
 from dataplane.load import Load, Server
 from dataplane.load.tally import Outcome, quantiles
@@ -67,6 +68,7 @@ class Plan:
     rate: float | None
     runtime: str | None
     slots: int | None
+    api_key_file: Path | None = None
     json: bool = False
     no_pump: bool = False
     busy_poll: bool = False
@@ -78,11 +80,12 @@ class Plan:
 
 
 class Target(NamedTuple):
-    """Whom to load; what is not known of it is None."""
+    """Whom to load, and with which API key; what is not known of it is None."""
 
     server: Server
     admin: Address | None
     context: int | None
+    api_key: bytes | None = None
 
 
 def run(plan: Plan) -> int:
@@ -114,6 +117,12 @@ def run(plan: Plan) -> int:
             f" the server, or this machine, has no time for more, or {plan.in_flight} in flight"
             " are too few"
         )
+    keyless = outcome.by_status.get(str(Status.UNAUTHORIZED.value), 0)
+    if keyless:
+        _say(
+            f"{keyless:,} of {outcome.requests:,} requests were answered with 401, no or unknown"
+            f" API key: {keys.HINT}"
+        )
     if outcome.broken:
         _say(f"{outcome.broken:,} of {outcome.requests:,} requests were not answered")
     return 1 if outcome.broken else 0
@@ -134,12 +143,13 @@ def _check(plan: Plan) -> None:
     if plan.no_pump and plan.busy_poll:
         raise UsageError("--busy-poll is the packet pump's, which --no-pump leaves out")
     if plan.server is None:
-        for flag, value in (("--ca", plan.ca), ("--admin", plan.admin)):
+        given = {"--ca": plan.ca, "--admin": plan.admin, keys.FLAG: plan.api_key_file}
+        for flag, value in given.items():
             if value is not None:
                 raise UsageError(f"{flag} is for a daemon that runs already: give --server too")
         return
-    for flag, given in (("--runtime", plan.runtime), ("--slots", plan.slots)):
-        if given is not None:
+    for flag, own in (("--runtime", plan.runtime), ("--slots", plan.slots)):
+        if own is not None:
             raise UsageError(f"{flag} is for a daemon of its own: leave it or --server out")
 
 
@@ -186,12 +196,13 @@ def _foreign(plan: Plan) -> Iterator[Target]:
         address = parse_address(plan.server, lowest_port=1)
     except ValueError as error:
         raise UsageError(f"--server: {plan.server!r} is not allowed; it takes {error}") from error
+    api_key = keys.read_api_key(plan.api_key_file, os.environ)
     context = None
     if plan.admin is not None:
         # 503 when no runtime is attached, and with `null`, which is none.
         status, props = _get(plan.admin, "/props")
         context = props.get("context") if status == http.HTTPStatus.OK else None
-    yield Target(Server(address, read_ca(plan.ca)), plan.admin, context)
+    yield Target(Server(address, read_ca(plan.ca)), plan.admin, context, api_key)
 
 
 def _get(admin: Address, path: str) -> tuple[int, dict[str, Any]]:
@@ -228,7 +239,9 @@ def measure(plan: Plan, target: Target) -> tuple[Outcome, float | None]:
     if sys.byteorder == "big":
         ids.byteswap()
     authority = format_address(target.server.address)
-    alpn, dialogue = dialogues(plan.protocol, authority, ids.tobytes(), plan.max_output)
+    alpn, dialogue = dialogues(
+        plan.protocol, authority, ids.tobytes(), plan.max_output, target.api_key
+    )
     engine = {"pump": not plan.no_pump, "busy_poll": plan.busy_poll}
     with Load(target.server, alpn, dialogue, plan.connections, **engine) as load:
         load.connect()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dataplane import __version__
 from dataplane.cli.runtimes import RUNTIMES, Run
-from dataplane.config import BY_NAME, Setting, add_flags, load, state_dir_of
+from dataplane.config import API_KEY_VARIABLE, BY_NAME, Setting, add_flags, load, state_dir_of
 from dataplane.errors import DataplaneError, UsageError
 from dataplane.kinds import ADDRESS, PATH, decimal, integer
 
@@ -35,14 +35,25 @@ if TYPE_CHECKING:
 INTERRUPTED = 128 + signal.SIGINT
 
 _MAX_OUTPUT = Setting("max_output", "N", integer(0, 2**32 - 1), "0", "most tokens to answer with")
+_CA = Setting("ca", "FILE", PATH, None, "CA to verify with", "ca.pem in the state directory")
+_API_KEY_FILE = Setting(
+    "api_key_file",
+    "FILE",
+    PATH,
+    None,
+    "its first line is the API key, for a daemon with tenants",
+    f"{API_KEY_VARIABLE} in the environment",
+)
 _CLIENT_SETTINGS = (
-    Setting("ca", "FILE", PATH, None, "CA to verify with", "ca.pem in the state directory"),
+    _CA,
+    _API_KEY_FILE,
     _MAX_OUTPUT,
     Setting("temperature", "T", decimal(0, 100), "0", "0 takes the likeliest token"),
     Setting("seed", "N", integer(0, 2**32 - 1), "0", "of the sampling; 0 is a random one"),
 )
 _BENCH_SETTINGS = (
-    Setting("ca", "FILE", PATH, None, "CA to verify with", "ca.pem in the state directory"),
+    _CA,
+    _API_KEY_FILE,
     Setting("admin", "HOST:PORT", ADDRESS, None, "--server's admin port, to ask for its CPU"),
     Setting("requests", "N", integer(1, 10_000_000), "5000", "how many"),
     Setting("connections", "C", integer(1, 1000), "4", "QUIC connections"),
@@ -278,10 +289,15 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _client(options: argparse.Namespace) -> int:
     from dataplane.cli import ask as cli_client
+    from dataplane.client.keys import read_api_key
 
     values = _values(options, _CLIENT_SETTINGS)
     daemon = cli_client.Daemon(
-        options.server, values["ca"], options.protocol, pump=not options.no_pump
+        options.server,
+        values["ca"],
+        options.protocol,
+        pump=not options.no_pump,
+        api_key=read_api_key(values["api_key_file"], os.environ),
     )
     question = _question(options, values)
     show = cli_client.show_nothing if options.json else cli_client.show_on_stdout

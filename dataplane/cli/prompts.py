@@ -145,8 +145,26 @@ class _ByteText:
 # ---------------------------------------------------------------- the daemon's tokeniser
 
 
+class PageRefusedError(DataplaneError):
+    """The daemon refused one of its pages; the text is its reason.
+
+    Attributes:
+        status: Its answer's.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 async def fetch_codec(
-    server: str, ca: Path | None, chat: bool, say: Callable[[str], None], *, pump: bool = True
+    server: str,
+    ca: Path | None,
+    chat: bool,
+    say: Callable[[str], None],
+    *,
+    pump: bool = True,
+    api_key: bytes | None = None,
 ) -> Codec:
     """Return the tokeniser of a daemon's runtime, or the small model's where that one has none.
 
@@ -156,14 +174,16 @@ async def fetch_codec(
         chat: Whether to lay text out as a chat, with the runtime's template.
         say: Told when it is the small model's.
         pump: Whether the packet pump does the packets; False: aioquic alone.
+        api_key: Who asks, or None.
 
     Raises:
         UnavailableError: The daemon cannot be reached, or has no runtime.
+        PageRefusedError: It refuses for another reason, as for the want of a key.
         DataplaneError: There is no tokeniser to be had.
     """
     async with connect(server, ca, protocol="h3", pump=pump) as client:
-        template = await _fetch_template(client)
-        page = await client.get("/tokenizer.json")
+        template = await _fetch_template(client, api_key)
+        page = await client.get("/tokenizer.json", api_key=api_key)
     if page.status == Status.OK:
         if chat and template is None:
             raise TextError("the runtime has no chat template: use --no-chat, or give --ids")
@@ -180,8 +200,8 @@ async def fetch_codec(
     return codec
 
 
-async def _fetch_template(client: Http3Client) -> str | None:
-    page = await client.get("/props")
+async def _fetch_template(client: Http3Client, api_key: bytes | None) -> str | None:
+    page = await client.get("/props", api_key=api_key)
     if page.status != Status.OK:
         raise _refused(page)
     properties = decode_json(page.body)
@@ -195,4 +215,4 @@ def _refused(page: Page) -> DataplaneError:
     reason = read_reason(page.body)
     if page.status == Status.UNAVAILABLE:
         return UnavailableError(reason)
-    return DataplaneError(f"{page.status}: {reason}")
+    return PageRefusedError(page.status, reason)

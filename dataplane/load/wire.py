@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+from dataplane.client.keys import key_fields
 from dataplane.errors import Status
 from dataplane.http3 import Data, Fields, Http3, Sink, data_frame_header
 from dataplane.http3_fields import Code
@@ -199,12 +200,12 @@ class H3Dialogue(Sink):
         self.taking = False
 
 
-def raw_request(ids: bytes, max_output: int) -> bytes:
+def raw_request(ids: bytes, max_output: int, api_key: bytes | None = None) -> bytes:
     """Return a whole `prompt/1` request; `ids` are u32, little-endian."""
-    return encode_request(Request(len(ids) // 4, max_output=max_output)) + ids
+    return encode_request(Request(len(ids) // 4, max_output=max_output, api_key=api_key)) + ids
 
 
-def h3_request(authority: str, ids: bytes, max_output: int) -> bytes:
+def h3_request(authority: str, ids: bytes, max_output: int, api_key: bytes | None = None) -> bytes:
     """Return a whole HTTP/3 request: HEADERS frame and DATA frame."""
     fields = [
         (b":method", b"POST"),
@@ -214,17 +215,18 @@ def h3_request(authority: str, ids: bytes, max_output: int) -> bytes:
         (b"content-type", BINARY),
         (b"content-length", b"%d" % len(ids)),
         (b"x-max-tokens", b"%d" % max_output),
+        *key_fields(api_key),
     ]
     head = Http3(is_client=True).encode_headers(0, fields)
     return head + data_frame_header(len(ids)) + ids
 
 
 def dialogues(
-    protocol: str, authority: str, ids: bytes, max_output: int
+    protocol: str, authority: str, ids: bytes, max_output: int, api_key: bytes | None = None
 ) -> tuple[str, Callable[[], Dialogue]]:
     """Return the ALPN of `raw` or `h3`, and what makes each connection's dialogue."""
     if protocol == "h3":
-        request = h3_request(authority, ids, max_output)
+        request = h3_request(authority, ids, max_output, api_key)
         return H3_ALPN, lambda: H3Dialogue(request)
-    request = raw_request(ids, max_output)
+    request = raw_request(ids, max_output, api_key)
     return ALPN, lambda: RawDialogue(request)
