@@ -32,6 +32,8 @@ class Link(NamedTuple):
 
 AWFUL = Link(loss=0.3, duplication=0.1, reordering=0.1, corruption=0.05)
 """What issue and contract ask to be survived: 30% loss, and everything else."""
+PATIENT = ("--handshake-timeout=120", "--body-timeout=300", "--idle-timeout=300")
+"""For a daemon behind a link that takes its time."""
 
 
 def _udp() -> socket.socket:

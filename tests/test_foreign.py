@@ -5,9 +5,7 @@ missing: `pip install curl_cffi niquests`, `apt-get install chromium ngtcp2-clie
 """
 
 import json
-import shutil
 import struct
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +14,17 @@ from typing import Any
 import chromium
 import pytest
 from daemon_process import DaemonProcess, daemon_process
+from foreign_clients import (
+    BINARY,
+    chromium_tab,
+    curl_session,
+    ngtcp2_pages,
+    niquests_session,
+)
 
 pytestmark = pytest.mark.foreign
 
 DELAY_S = 0.05
-BINARY = {"content-type": "application/octet-stream"}
 IDS = struct.pack("<3I", 5, 6, 7)
 ANSWER = struct.pack("<8I", 5, 6, 7, 0xFFFFFFFF, 1, 3, 3, 0)
 TOO_LONG = "the prompt has 500000 tokens; the context is 64"
@@ -58,8 +62,7 @@ def check_stream(lines: list[tuple[float, str]], count: int) -> None:
 
 @pytest.fixture
 def curl(echo: DaemonProcess) -> Iterator[Any]:
-    library = pytest.importorskip("curl_cffi", reason="curl_cffi is not installed")
-    with library.Session(http_version="v3only", verify=str(echo.ca), timeout=20) as session:
+    with curl_session(echo.ca, within=20) as session:
         yield session
     echo.wait_idle()
 
@@ -113,10 +116,7 @@ def test_curl_is_answered_before_its_2_mb_are_sent(
 
 @pytest.fixture
 def niquests(echo: DaemonProcess) -> Iterator[Any]:
-    pytest.importorskip("qh3", reason="qh3, niquests' HTTP/3, is not installed")
-    library = pytest.importorskip("niquests", reason="niquests is not installed")
-    with library.Session(disable_http1=True, disable_http2=True, disable_ipv6=True) as session:
-        session.quic_cache_layer.add_domain("localhost", echo.port, echo.port)
+    with niquests_session(echo.port) as session:
         yield session
     echo.wait_idle()
 
@@ -185,13 +185,8 @@ return answer.status;
 
 @pytest.fixture(scope="module")
 def tab(echo: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Tab]:
-    program = chromium.find()
-    if program is None:
-        pytest.skip("chromium is not installed")
-    profile = tmp_path_factory.mktemp("chromium")
-    certificate = echo.ca.parent / "server.pem"
-    with chromium.chromium(program, profile, echo.port, certificate) as browser:
-        yield browser.open(f"https://127.0.0.1:{echo.port}/health")
+    with chromium_tab(echo.ca, tmp_path_factory.mktemp("chromium"), echo.port) as opened:
+        yield opened
 
 
 def fetch(tab: chromium.Tab, headers: dict[str, str], body: str) -> dict[str, Any]:
@@ -248,18 +243,7 @@ def test_chromium_that_leaves_frees_its_slot(echo: DaemonProcess, tab: chromium.
 
 
 def test_ngtcp2_fetches_pages(echo: DaemonProcess, tmp_path: Path) -> None:
-    program = shutil.which("gtlsclient")
-    if program is None:
-        pytest.skip("gtlsclient is not installed (apt-get install ngtcp2-client)")
-    pages = [f"https://localhost:{echo.port}/{name}" for name in ("health", "props", "slots")]
-    done = subprocess.run(
-        [
-            program, "--quiet", "--exit-on-all-streams-close", f"--download={tmp_path}",
-            "127.0.0.1", str(echo.port), *pages,
-        ],
-        capture_output=True, text=True, timeout=20, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "health").read_bytes())["status"] == "ok"
-    assert json.loads((tmp_path / "props").read_bytes())["model"] == "echo"
-    assert len(json.loads((tmp_path / "slots").read_bytes())["slots"]) == 4
+    pages = ngtcp2_pages(echo.port, ("health", "props", "slots"), tmp_path, within=20)
+    assert pages["health"]["status"] == "ok"
+    assert pages["props"]["model"] == "echo"
+    assert len(pages["slots"]["slots"]) == 4

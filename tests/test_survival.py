@@ -2,22 +2,18 @@
 
 import asyncio
 import contextlib
-import json
 import random
-import shutil
 import struct
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import chromium
 import pytest
 from aioquic.tls import Epoch
 from conftest import StartDaemon
 from daemon_process import DaemonProcess, daemon_process, run, wait_until
-from lossy_proxy import AWFUL, Link, LossyProxy, lossy_proxy
+from lossy_proxy import AWFUL, PATIENT, Link, LossyProxy, lossy_proxy
 from raw_runtime import puppet
 from twins import Frame, Pumped
 
@@ -30,7 +26,6 @@ from dataplane.runtime import Finish
 pytestmark = pytest.mark.pump_only
 
 VOCAB = 50_000
-PATIENT = ("--handshake-timeout=120", "--body-timeout=300", "--idle-timeout=300")
 ENDS = pytest.mark.parametrize("pump", [True, False], ids=["pump", "aioquic"])
 PROTOCOLS = pytest.mark.parametrize("protocol", ["raw", "h3"])
 
@@ -488,92 +483,3 @@ def test_no_packet_reaches_the_allocator(state_dir: Path) -> None:
                 counted = server.allocations()
         assert server.allocations() == counted
         assert counted < 100
-
-
-# ---------------------------------------------------------------- clients that others wrote
-
-SOME = Link(loss=0.07, reordering=0.05, duplication=0.02)
-PORTION = ids_of(7, 3000)
-
-
-@pytest.fixture
-def lossy(echo: DaemonProcess) -> Iterator[LossyProxy]:
-    with lossy_proxy(echo.port, SOME) as proxy:
-        yield proxy
-    echo.wait_idle()
-
-
-BODY = struct.pack(f"<{len(PORTION)}I", *PORTION)
-BINARY = {"content-type": "application/octet-stream"}
-
-
-@pytest.mark.foreign
-@pytest.mark.slow
-def test_curl_completes(echo: DaemonProcess, lossy: LossyProxy) -> None:
-    library = pytest.importorskip("curl_cffi", reason="curl_cffi is not installed")
-    with library.Session(http_version="v3only", verify=str(echo.ca), timeout=60) as session:
-        for _ in range(5):
-            url = f"https://localhost:{lossy.port}/v1/generate"
-            answer = session.post(url, data=BODY, headers=BINARY)
-            assert (answer.status_code, answer.http_version) == (200, 30)
-            assert answer.content[: len(BODY)] == BODY
-
-
-@pytest.mark.foreign
-@pytest.mark.slow
-def test_niquests_completes(echo: DaemonProcess, lossy: LossyProxy) -> None:
-    pytest.importorskip("qh3", reason="qh3, niquests' HTTP/3, is not installed")
-    library = pytest.importorskip("niquests", reason="niquests is not installed")
-    with library.Session(disable_http1=True, disable_http2=True, disable_ipv6=True) as session:
-        session.quic_cache_layer.add_domain("localhost", lossy.port, lossy.port)
-        for _ in range(5):
-            url = f"https://localhost:{lossy.port}/v1/generate"
-            answer = session.post(url, data=BODY, headers=BINARY, verify=str(echo.ca), timeout=60)
-            assert answer.status_code == 200
-            assert answer.content[: len(BODY)] == BODY
-
-
-FETCH = """
-const ids = new Uint32Array(BODY);
-const answer = await fetch('/v1/generate', {
-    method: 'POST', headers: {'content-type': 'application/octet-stream'}, body: ids,
-});
-const got = new Uint32Array(await answer.arrayBuffer());
-const entries = performance.getEntriesByType('resource');
-return [answer.status, entries[entries.length - 1].nextHopProtocol, Array.from(got)];
-"""
-
-
-@pytest.mark.foreign
-@pytest.mark.slow
-def test_chromium_completes(echo: DaemonProcess, lossy: LossyProxy, tmp_path: Path) -> None:
-    program = chromium.find()
-    if program is None:
-        pytest.skip("chromium is not installed")
-    certificate = echo.ca.parent / "server.pem"
-    with chromium.chromium(program, tmp_path, lossy.port, certificate) as browser:
-        tab = browser.open(f"https://127.0.0.1:{lossy.port}/health")
-        for _ in range(5):
-            script = FETCH.replace("BODY", json.dumps(PORTION))
-            status, protocol, got = tab.run(script)
-            assert (status, protocol) == (200, "h3")
-            assert got[: len(PORTION)] == PORTION
-
-
-@pytest.mark.foreign
-@pytest.mark.slow
-def test_ngtcp2_completes(echo: DaemonProcess, lossy: LossyProxy, tmp_path: Path) -> None:
-    program = shutil.which("gtlsclient")
-    if program is None:
-        pytest.skip("gtlsclient is not installed (apt-get install ngtcp2-client)")
-    pages = [f"https://localhost:{lossy.port}/{name}" for name in ("health", "props", "slots")]
-    done = subprocess.run(
-        [
-            program, "--quiet", "--exit-on-all-streams-close", f"--download={tmp_path}",
-            "127.0.0.1", str(lossy.port), *pages,
-        ],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "props").read_bytes())["model"] == "echo"
-    assert len(json.loads((tmp_path / "slots").read_bytes())["slots"]) == 64
