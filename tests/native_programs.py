@@ -48,6 +48,7 @@ _RAW = (
     "quic/ranges",
     "quic/pool",
 )
+_RECOVERY = ("quic/recovery", "quic/ranges", "quic/pool", "quic/frames")
 SOURCES = {
     "conn": ("slots", "region", *_CONNECTION),
     "frames": ("quic/frames",),
@@ -62,7 +63,9 @@ SOURCES = {
     "raw_out": _RAW,
     "ranges": ("quic/ranges", "quic/pool"),
     "sending": ("quic/streams", "quic/ranges", "quic/pool"),
-    "recovery": ("quic/recovery", "quic/ranges", "quic/pool", "quic/frames"),
+    "recovery": _RECOVERY,
+    "congestion": _RECOVERY,
+    "recovery_link": _RECOVERY,
 }
 
 COMMON = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
@@ -149,7 +152,9 @@ SANITIZED = {
         Run("http3", 200_000),
         Run("protect", 300),
         Run("ranges", 20_000),
-        Run("recovery", 100_000),
+        Run("recovery", 1),
+        Run("congestion", 1),
+        Run("recovery_link", 100_000),
         Run("conn", 100),
         Run("sending", 30),
         Run("load", 500),
