@@ -29,6 +29,8 @@ QUICK = (
     Run("load", 100),
     Run("load_h3", 5_000),
     Run("pump", 100),
+    Run("pump_loop", 100),
+    Run("routes", 5_000),
     Run("raw_in", 100),
     Run("raw_refused", 1),
     Run("raw_ends", 1),
