@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from twins import BODY_TIMEOUT, CONTEXT, MAX_OUTPUT, PACKET_ROOM, VOCAB, Frame, Server, Twins
+from hand import PACKET_ROOM, Frame
+from paired_servers import BODY_TIMEOUT, CONTEXT, MAX_OUTPUT, VOCAB, Server
+from twins import Twins
 
 from dataplane.prompt1 import Request, encode_request
 

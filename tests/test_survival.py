@@ -13,9 +13,10 @@ import pytest
 from aioquic.tls import Epoch
 from conftest import StartDaemon
 from daemon_process import DaemonProcess, daemon_process, run, wait_until
+from hand import Frame
 from lossy_proxy import AWFUL, PATIENT, Link, LossyProxy, lossy_proxy
+from paired_servers import Pumped
 from raw_runtime import puppet
-from twins import Frame, Pumped
 
 from dataplane._native import ffi, lib
 from dataplane.client import connect
