@@ -53,7 +53,9 @@ SOURCES = {
     "conn": ("slots", "region", *_CONNECTION),
     "frames": ("quic/frames",),
     "http3": ("http3_request",),
-    "protect": ("quic/aead", "quic/aead_wide"),  # it includes protect.c, to reach its limits
+    # These include protect.c, to reach its limits.
+    "protect": ("quic/aead", "quic/aead_wide"),
+    "key_updates": ("quic/aead", "quic/aead_wide"),
     "load": ("pump/load", "pump/load_h3", "quic/pool"),
     "load_h3": ("pump/load", "pump/load_h3", "quic/pool"),
     "pump": ("slots", "region", *_PUMP),
@@ -154,6 +156,7 @@ SANITIZED = {
         Run("frames", 10_000),
         Run("http3", 200_000),
         Run("protect", 300),
+        Run("key_updates", 300),
         Run("ranges", 20_000),
         Run("recovery", 1),
         Run("congestion", 1),

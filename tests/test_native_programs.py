@@ -20,6 +20,7 @@ QUICK = (
     Run("frames", 1_000),
     Run("http3", 20_000),
     Run("protect", 50),
+    Run("key_updates", 50),
     Run("ranges", 2_000),
     Run("recovery", 1),
     Run("congestion", 1),
