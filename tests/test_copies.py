@@ -73,7 +73,12 @@ class Copies:
 def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     """Wrap every place that writes, for as long as the test runs."""
     counted = Copies()
+    _count_in_aioquic(monkeypatch, counted)
+    _count_in_table(monkeypatch, counted)
+    return counted
 
+
+def _count_in_aioquic(monkeypatch: pytest.MonkeyPatch, counted: Copies) -> None:
     class CountingBuffer:
         """aioquic's Buffer, which cannot be inherited from."""
 
@@ -117,6 +122,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     monkeypatch.setattr(aioquic.quic.connection, "Buffer", CountingBuffer)
     monkeypatch.setattr(aioquic._crypto.AEAD, "decrypt", counting_decrypt)
     monkeypatch.setattr(QuicStreamReceiver, "__init__", counting_start)
+
+
+def _count_in_table(monkeypatch: pytest.MonkeyPatch, counted: Copies) -> None:
     provide = HostTable.count_in
 
     def counting_provide(self: HostTable, *rest: Any) -> None:
@@ -136,7 +144,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     monkeypatch.setattr(HostTable, "count_in", counting_provide)
     for name in ("write", "submit"):
         monkeypatch.setattr(HostTable, name, _counting_slot(getattr(HostTable, name), counted))
-    return counted
 
 
 def _counting_slot(method: Any, counted: Copies) -> Any:
