@@ -25,12 +25,13 @@ from dataplane.errors import DataplaneError
 from dataplane.prompt1 import Request
 from dataplane.region import Region
 from dataplane.runtime import cuda
+from dataplane.runtime.cuda_alone import alone
 from dataplane.runtime.cuda_echo import main as cuda_echo
 
 LIMIT_S = 100
 CLAIMS = 200
 REQUESTS = 50
-FREE, WRITING = 0, 1
+FREE = 0
 UNANSWERED = -7
 
 Check = Callable[[cuda.Gpu], str]
@@ -77,35 +78,6 @@ def mapped(gpu: cuda.Gpu, slots: int = 4) -> Iterator[Mapped]:
             found.close()
 
 
-@contextlib.contextmanager
-def admission(on: Mapped, persistent: bool) -> Iterator[None]:
-    """Answer commands, as the runtime's thread does."""
-    ending = threading.Event()
-    bell = ffi.gc(lib.dp_bell_new(on.region.native), lib.dp_bell_free)
-
-    def ticks() -> None:
-        while not ending.is_set():
-            if lib.dp_device_wait(on.region.native, -1, 20, 200) > 0:
-                on.tick()
-            lib.dp_bell_ring(bell, -1)
-
-    def stay() -> None:
-        while not ending.is_set():
-            on.stream.launch("dp_admission_resident", 1, 1, on.device, 20_000, 200)
-            while not on.stream.is_done():
-                lib.dp_bell_attend(bell, -1, 200)
-
-    thread = threading.Thread(target=stay if persistent else ticks)
-    lib.dp_device_stop(on.region.native, 0)
-    thread.start()
-    try:
-        yield
-    finally:
-        ending.set()
-        lib.dp_device_stop(on.region.native, 1)
-        thread.join()
-
-
 # The checks.
 
 
@@ -122,10 +94,12 @@ def check_region(gpu: cuda.Gpu) -> str:
         return f"the device's address is {same}"
 
 
-def _claims(gpu: cuda.Gpu, persistent: bool) -> str:
+def _claims(gpu: cuda.Gpu, mode: cuda.Mode) -> str:
+    """Claim by the runtime's own admission thread."""
     took = []
-    with mapped(gpu) as on, admission(on, persistent):
-        table = DeviceTable(on.region, spin_us=2000)
+    with alone(gpu, mode, slots=4) as runtime:
+        runtime.ready()
+        table = DeviceTable(runtime.runtime.region, spin_us=2000)
         for _ in range(CLAIMS):
             start = time.perf_counter_ns()
             slot = table.admit(Request(1), 1, 8)
@@ -138,12 +112,12 @@ def _claims(gpu: cuda.Gpu, persistent: bool) -> str:
 
 def check_tick(gpu: cuda.Gpu) -> str:
     """Claims by a launch for each."""
-    return _claims(gpu, persistent=False)
+    return _claims(gpu, "tick")
 
 
 def check_persistent(gpu: cuda.Gpu) -> str:
     """Claims by a kernel that stays."""
-    return _claims(gpu, persistent=True)
+    return _claims(gpu, "persistent")
 
 
 def check_stop(gpu: cuda.Gpu) -> str:

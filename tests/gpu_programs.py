@@ -91,11 +91,12 @@ def build_traffic(kind: Kind, to: Path, mutant: str | None = None) -> Path:
 
 
 def build_library(to: Path) -> Path:
-    """Compile the kernels into the library that `host_gpu.py` loads."""
+    """Compile the kernels, and CUDA's driver for them, into the library of `host_gpu.py`."""
     library = to / "libhostgpu.so"
     _compile(
         [cxx(), *_WARNINGS, "-O1", "-fPIC", "-shared", *_CUDA, "-include",
-         str(GPU / "host_cuda.h"), str(PROGRAMS / "gpu_host.cpp"), "-o", str(library)]
+         str(GPU / "host_cuda.h"), str(PROGRAMS / "gpu_host.cpp"), str(PROGRAMS / "gpu_driver.cpp"),
+         "-o", str(library)]
     )  # fmt: skip
     return library
 

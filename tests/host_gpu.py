@@ -1,13 +1,14 @@
-"""A `Gpu` of host threads: `dataplane.runtime.cuda` and the kernels run as they are, without CUDA.
+"""A `Gpu` of host threads: `dataplane.runtime.cuda`, the C loop of its admission thread and the
+kernels run as they are, without CUDA; CUDA's driver is `gpu_driver.cpp`.
 
 Run as a program it is a `cuda-echo` runtime: `host_gpu.py LIBRARY SOCKET SLOTS CONTEXT MAX_OUTPUT
 MODE [stuck | slow]`; `stuck` stops answering commands once SIGUSR1 comes, as a hung kernel would.
 """
 
 import ctypes
+import functools
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,23 @@ _NUMBERS = ctypes.c_uint64 * 4
 
 
 class Library:
-    """`gpu_host.cpp`, built by `gpu_programs.build_library`."""
+    """`gpu_host.cpp` and `gpu_driver.cpp`, built by `gpu_programs.build_library`."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.native = native = ctypes.CDLL(str(path))
-        native.host_launch.restype = ctypes.c_void_p
-        native.host_launch.argtypes = [
-            ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(ctypes.c_uint64),
+        handle, name = ctypes.c_void_p, ctypes.c_char_p
+        native.host_gpu.restype = native.host_stream.restype = handle
+        native.host_function.restype = handle
+        native.host_function.argtypes = [name]
+        native.host_stream.argtypes = native.host_make_current.argtypes = [handle]
+        native.host_stream_launch.argtypes = [
+            handle, name, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(ctypes.c_uint64),
         ]  # fmt: skip
-        native.host_done.argtypes = native.host_wait.argtypes = [ctypes.c_void_p]
+        native.host_stream_done.argtypes = native.host_stream_wait.argtypes = [handle]
+        native.host_stuck.argtypes = [handle, ctypes.c_int]
+        native.host_fail.argtypes = [handle, name, ctypes.c_int]
+        native.host_calls.argtypes = native.host_launched.argtypes = [handle, name]
         native.host_echo_job_bytes.restype = ctypes.c_size_t
         slot = [ctypes.c_uint64, ctypes.c_uint32]
         native.host_take.argtypes = [*slot, ctypes.POINTER(ctypes.c_uint64)]
@@ -45,51 +54,67 @@ class HostStream:
     """Launches that run one after the other, beside their caller."""
 
     def __init__(self, gpu: "HostGpu") -> None:
-        self._gpu = gpu
         self._native = gpu.library.native
-        self._running: int | None = None
+        self.handle: int = self._native.host_stream(gpu.handle)
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         assert self._native.host_knows(kernel.encode()), kernel
-        self.wait()
-        self._gpu.launches.append(kernel)
-        if self._gpu.stuck.is_set():
-            return
         # The threads of a block are real here.
         if kernel == "dp_echo":
             blocks, threads = 1, 2
         numbers = _NUMBERS(*arguments)
-        self._running = self._native.host_launch(kernel.encode(), blocks, threads, numbers)
+        self._native.host_stream_launch(self.handle, kernel.encode(), blocks, threads, numbers)
 
     def is_done(self) -> bool:
-        if self._running is not None and self._native.host_done(self._running):
-            self.wait()
-        return self._running is None and not self._gpu.stuck.is_set()
+        return bool(self._native.host_stream_done(self.handle))
 
     def wait(self) -> None:
-        if self._running is not None:
-            running, self._running = self._running, None
-            self._native.host_wait(running)
-        while self._gpu.stuck.is_set():
-            self._gpu.stuck_for_good.wait(0.05)
+        self._native.host_stream_wait(self.handle)
 
 
 class HostGpu:
     """Host memory is the device's.
 
     Attributes:
-        launches: Names of the kernels that were launched.
-        stuck: While set, no kernel ends.
         allocated: Bytes by address.
     """
 
     def __init__(self, library: Library) -> None:
         self.library = library
-        self.launches: list[str] = []
-        self.stuck = threading.Event()
-        self.stuck_for_good = threading.Event()
         self.mapped: dict[int, int] = {}
         self.allocated: dict[int, Any] = {}
+
+    @property
+    def driver(self) -> str:
+        """The library that stands in for CUDA's driver."""
+        return str(self.library.path)
+
+    @functools.cached_property
+    def handle(self) -> int:
+        """The device's context."""
+        return int(self.library.native.host_gpu())
+
+    def make_current(self) -> None:
+        self.library.native.host_make_current(self.handle)
+
+    def function(self, kernel: str) -> int:
+        return int(self.library.native.host_function(kernel.encode()))
+
+    def get_stuck(self, stuck: bool = True) -> None:
+        """Have no kernel end from now on."""
+        self.library.native.host_stuck(self.handle, stuck)
+
+    def fail(self, call: str, result: int) -> None:
+        """Have a call of the driver answer with this `CUresult` from now on."""
+        self.library.native.host_fail(self.handle, call.encode(), result)
+
+    def calls(self, call: str) -> int:
+        """Return how often a call of the driver was made."""
+        return int(self.library.native.host_calls(self.handle, call.encode()))
+
+    def launched(self, kernel: str) -> int:
+        """Return how often a kernel was launched."""
+        return int(self.library.native.host_launched(self.handle, kernel.encode()))
 
     def map(self, host_address: int, size: int) -> int:
         self.mapped[host_address] = size
@@ -178,7 +203,7 @@ def main(arguments: list[str]) -> int:
     library, socket, slots, context, max_output, mode, *rest = arguments
     gpu = HostGpu(Library(Path(library)))
     if rest == ["stuck"]:
-        signal.signal(signal.SIGUSR1, lambda number, frame: gpu.stuck.set())
+        signal.signal(signal.SIGUSR1, lambda number, frame: gpu.get_stuck())
     try:
         return cuda_echo(
             socket, int(slots), int(context), int(max_output), 50_000,

@@ -100,7 +100,7 @@ def test_on_host_threads_claims_are_timed_and_nothing_is_left(
 def test_a_device_that_does_not_answer_ends_the_part_in_words(
     bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataplane.runtime.cuda._Admission.run", lambda self: None)
+    monkeypatch.setattr("dataplane.runtime.cuda_admission.Admission.run", lambda self: None)
     with pytest.raises(DataplaneError, match="claims: status"):
         gpu_parts.claims(bench)
 

@@ -4,7 +4,7 @@ This process owns the CUDA context; the daemon has none. The region that the dae
 and mapped into the device, so kernels read prompts where the daemon wrote them and write output
 where it reads it. The slots' words lie in device memory and only kernels swap them: the model's
 (`native/gpu/slots_device.cuh`) and the admission kernel (`native/gpu/admission.cu`), which a thread
-here runs in one of two ways:
+in C (`dataplane.runtime.cuda_admission`) runs in one of two ways:
 
 - *tick*: the doorbell rings, one small launch carries out what was posted, the thread sleeps again.
 - *persistent*: the kernel stays and looks at the rings itself, for a bounded number of looks; then
@@ -32,16 +32,8 @@ from dataplane.errors import DetachedError
 from dataplane.manifest import Manifest
 from dataplane.runtime.api import Runtime
 from dataplane.runtime.api import attach as _attach
-from dataplane.runtime.cuda_device import (
-    KERNELS,
-    RESIDENT,
-    TICK,
-    TIMER,
-    CudaError,
-    CupyGpu,
-    Gpu,
-    Stream,
-)
+from dataplane.runtime.cuda_admission import END_WITHIN_S, Admission
+from dataplane.runtime.cuda_device import KERNELS, TIMER, CudaError, CupyGpu, Gpu, Stream
 
 __all__ = [
     "KERNELS", "MODES", "CudaError", "CudaRuntime", "CupyGpu", "Gpu", "Mode", "Stream", "attach",
@@ -50,16 +42,9 @@ __all__ = [
 Mode = Literal["tick", "persistent"]
 MODES: tuple[Mode, ...] = ("tick", "persistent")
 
-SPIN_US = 30
-"""How long the admission thread looks for commands before it sleeps on the doorbell."""
 _LOOK_MS = 250
-_COMMANDS_A_TICK = 4096
-_POLLS = 200_000  # of a resident kernel: some hundred ms
-_NAP_NS = 200
-_RESIDENT_IDLE_S = 1.0
 _ATTEND_US = 200
 _CLOCK_READS = 8
-_END_WITHIN_S = 2.0
 
 
 class CudaRuntime:
@@ -80,7 +65,7 @@ class CudaRuntime:
         self._allocated: list[int] = []
         self._work = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._bell = _bell(region.native)
-        self._admission: _Admission | None = None
+        self._admission: Admission | None = None
         self._watchdog: _Watchdog | None = None
         native, layout = region.native, region.native.layout
         host = int(ffi.cast("uintptr_t", native.base))
@@ -112,14 +97,17 @@ class CudaRuntime:
     # From warm to ready to the end.
 
     def ready(self) -> None:
-        """Run every kernel of admission once, start it, and tell the daemon."""
+        """Run every kernel of admission once, start it, and tell the daemon.
+
+        Raises:
+            CudaError: A kernel does not run, or the driver cannot be called from C.
+        """
         stream = self.gpu.stream()
         self._set_clock(stream)
-        listeners = self._region.native.geometry.listeners
-        stream.launch(TICK, 1, listeners, self.device, 1)
-        stream.launch(RESIDENT, 1, listeners, self.device, 1, _NAP_NS)
-        stream.wait()
-        self._admission = _Admission(self, stream, listeners, self._work)
+        self._admission = Admission(
+            self.gpu, stream, self._region, self.device, self.mode == "persistent",
+            self.runtime.fileno(), self._work,
+        )  # fmt: skip
         self._admission.start()
         self._watchdog = _Watchdog(self.runtime)
         self._watchdog.start()
@@ -190,9 +178,7 @@ class CudaRuntime:
             DetachedError: The daemon is gone, or dropped this runtime.
             CudaError: The admission kernel failed.
         """
-        admission = self._admission
-        if admission is not None and admission.error is not None:
-            raise admission.error
+        self._raise_failure()
         daemon = self.runtime.fileno()
         found = select.poll()
         found.register(self._work, select.POLLIN)
@@ -204,7 +190,12 @@ class CudaRuntime:
         if self._work in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._work)
+        self._raise_failure()
         return self.is_working()
+
+    def _raise_failure(self) -> None:
+        if self._admission is not None and self._admission.error is not None:
+            raise self._admission.error
 
     def follow(self, stream: Stream) -> None:
         """Wait for a stream's kernels, and ring listeners meanwhile for what they emit."""
@@ -221,65 +212,6 @@ class CudaRuntime:
         self.runtime.step()
 
 
-class _Admission(threading.Thread):
-    """Runs the admission kernel for what listeners post; no other thread of this process does.
-
-    A thread of its own: a step of the model may take longer than a claim may wait.
-    """
-
-    def __init__(self, owner: CudaRuntime, stream: Stream, listeners: int, work: int) -> None:
-        super().__init__(name="admission", daemon=True)
-        self.error: Exception | None = None
-        self._runtime = owner.runtime
-        self._native = owner.runtime.region.native
-        self._device = owner.device
-        self._persistent = owner.mode == "persistent"
-        self._stream = stream
-        self._listeners = listeners
-        self._work = work
-        self._bell = _bell(self._native)
-        self._ending = threading.Event()
-
-    def run(self) -> None:
-        try:
-            lib.dp_device_stop(self._native, 0)
-            while not self._ending.is_set():
-                found = lib.dp_device_wait(self._native, self._runtime.fileno(), _LOOK_MS, SPIN_US)
-                if found < 0:
-                    break
-                if found and self._persistent:
-                    self._stay()
-                elif found:
-                    self._tick()
-        except Exception as error:
-            self.error = error
-            print(f"dataplane: admission on the device failed: {error}", file=sys.stderr)
-
-    def _tick(self) -> None:
-        self._stream.launch(TICK, 1, self._listeners, self._device, _COMMANDS_A_TICK)
-        self._stream.wait()
-        lib.dp_bell_ring(self._bell, self._work)
-
-    def _stay(self) -> None:
-        """Keep a kernel resident until nothing was posted for a while."""
-        idle_since = time.monotonic()
-        while not self._ending.is_set() and time.monotonic() - idle_since < _RESIDENT_IDLE_S:
-            self._stream.launch(RESIDENT, 1, self._listeners, self._device, _POLLS, _NAP_NS)
-            while not self._stream.is_done():
-                if lib.dp_bell_attend(self._bell, self._work, _ATTEND_US):
-                    idle_since = time.monotonic()
-                if self._ending.is_set():
-                    lib.dp_device_stop(self._native, 1)
-            lib.dp_bell_ring(self._bell, self._work)
-
-    def end(self) -> bool:
-        """Have it end; False when a kernel hangs."""
-        self._ending.set()
-        lib.dp_device_stop(self._native, 1)
-        self.join(_END_WITHIN_S)
-        return not self.is_alive()
-
-
 class _Watchdog(threading.Thread):
     """Ends the process when the daemon is gone and a kernel does not come back.
 
@@ -294,7 +226,7 @@ class _Watchdog(threading.Thread):
     def run(self) -> None:
         while not self.ended.is_set() and not self._is_over():
             pass
-        if not self.ended.wait(_END_WITHIN_S + 1):
+        if not self.ended.wait(END_WITHIN_S + 1):
             print(
                 "dataplane: a kernel hangs on the device; this process ends", file=sys.stderr,
                 flush=True,

@@ -16,6 +16,9 @@ from dataplane.errors import DataplaneError
 KERNELS = Path(__file__).resolve().parent.parent / "kernels.fatbin"
 """Built ahead by `make kernels`."""
 
+DRIVER = "libcuda.so.1"
+"""CUDA's driver, which CuPy has loaded by then."""
+
 TICK, RESIDENT, TIMER = "dp_admission_tick", "dp_admission_resident", "dp_read_timer"
 
 
@@ -26,6 +29,10 @@ class CudaError(DataplaneError):
 class Stream(Protocol):
     """Kernels in order, beside those of other streams."""
 
+    @property
+    def handle(self) -> int:
+        """The driver's `CUstream`."""
+
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         """Launch; the first argument (and a second one over 32 bits) is an address."""
 
@@ -35,6 +42,16 @@ class Stream(Protocol):
 
 class Gpu(Protocol):
     """What a runtime needs of a device. Addresses are the device's unless said otherwise."""
+
+    @property
+    def driver(self) -> str:
+        """The library of CUDA's driver, for what is launched from C (`native/gpu/driver.h`)."""
+
+    def make_current(self) -> None:
+        """Have what this thread calls of the driver go to this device."""
+
+    def function(self, kernel: str) -> int:
+        """Return the driver's `CUfunction` of a kernel."""
 
     def map(self, host_address: int, size: int) -> int:
         """Pin host memory and return where the device sees it."""
@@ -98,17 +115,22 @@ _ADVICE = {
     " fewer slots or a smaller context",
     35: "the NVIDIA driver is missing, or older than this CuPy needs: install one (`nvidia-smi`"
     " must work), or the CuPy of an older CUDA (dataplane[cuda12])",
+    4: "CUDA has shut down in this process, which is ending: start the runtime again",
     100: "there is no CUDA device: `nvidia-smi -L` must list one, and CUDA_VISIBLE_DEVICES name it",
     101: "there is no such device: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES",
     218: "the driver cannot use the kernels' PTX: update it, or rebuild with `make kernels`",
     222: "the driver is older than the kernels' PTX, and no machine code for this device is with"
     " them: update it, or rebuild with `make kernels` on this machine's CUDA",
+    201: "the device's context is not there any more: start the runtime again",
     209: "the kernels were not built for this device: rebuild with `make kernels`",
     300: "the kernels cannot be read: build them with `make kernels`",
     301: "the kernels are not there: build them with `make kernels`",
     304: "the system refused: see `ulimit -l` (locked memory) and the container's limits",
     700: "a kernel touched memory that is not its own; this process cannot use the device any more",
+    701: "the device has too few registers or threads for the kernel: rebuild it with"
+    " `make kernels` for this device",
     702: "a kernel took too long and was ended; this process cannot use the device any more",
+    709: "the device's context is not there any more: start the runtime again",
     719: "a kernel failed; this process cannot use the device any more",
     801: "the device or driver does not support it",
 }
@@ -116,6 +138,19 @@ _REGISTER_ADVICE = (
     "the region of {mib} MiB cannot be pinned: raise the limit of locked memory (`ulimit -l`, in a"
     " container --ulimit memlock=-1), or ask for fewer slots or a smaller context"
 )
+
+
+def in_words(doing: str, status: int, said: object, advice: str | None = None) -> str:
+    """Return what an error of CUDA (runtime or driver, which share the numbers) is told as.
+
+    Args:
+        doing: What failed.
+        status: The number.
+        said: CUDA's own words.
+        advice: Better than the general one where memory cannot be had.
+    """
+    told = advice if advice and status in (1, 2, 304, 801) else _ADVICE.get(status)
+    return f"{doing}: {told or 'see what CUDA says'} ({said})"
 
 
 @contextlib.contextmanager
@@ -129,8 +164,7 @@ def _explained(doing: str, advice: str | None = None) -> Iterator[None]:
             status = 2
         if status is None:
             raise
-        told = advice if advice and status in (1, 2, 304, 801) else _ADVICE.get(status)
-        raise CudaError(f"{doing}: {told or 'see what CUDA says'} ({error})") from error
+        raise CudaError(in_words(doing, status, error, advice)) from error
 
 
 class CupyGpu:
@@ -150,16 +184,16 @@ class CupyGpu:
                 "CuPy is not installed: pip install -e '.[cuda13]', or [cuda12] for an older"
                 f" driver ({error})"
             ) from error
+        self.driver = DRIVER
         self._cupy = cupy
         self._cuda = cupy.cuda.runtime
         with _explained("the CUDA device cannot be used"):
             count = self._cuda.getDeviceCount()
             if number >= count:
                 raise CudaError(f"there is no CUDA device {number}: CUDA sees {count}")
-            self._cuda.setDevice(number)
-            self._cuda.free(0)  # makes the context, so that later errors are about what was asked
+            self.number = number
+            self.make_current()
             properties = self._cuda.getDeviceProperties(number)
-        self.number = number
         self.name: str = properties["name"].decode()
         self.capability = (int(properties["major"]), int(properties["minor"]))
         if not kernels.exists():
@@ -170,6 +204,12 @@ class CupyGpu:
             self._kernels = {
                 name: self._module.get_function(name) for name in (TICK, RESIDENT, TIMER)
             }
+
+    def make_current(self) -> None:
+        with _explained(f"using CUDA device {self.number}"):
+            self._cuda.setDevice(self.number)
+            # Makes the context, so that later errors are about what was asked.
+            self._cuda.free(0)
 
     def attribute(self, number: int) -> int:
         """Return a `cudaDeviceAttr` of the device."""
@@ -183,6 +223,10 @@ class CupyGpu:
             with _explained(f"the kernel {name} does not load"):
                 kernel = self._kernels[name] = self._module.get_function(name)
         return kernel
+
+    def function(self, kernel: str) -> int:
+        with _explained(f"the kernel {kernel} does not load"):
+            return int(self.kernel(kernel).kernel.ptr)
 
     def map(self, host_address: int, size: int) -> int:
         with _explained("registering the region", _REGISTER_ADVICE.format(mib=size >> 20)):
@@ -251,9 +295,8 @@ class CupyGpu:
         ask = getattr(driver, "occupancyMaxActiveBlocksPerMultiprocessor", None)
         if ask is None:
             return None
-        function = self.kernel(kernel).kernel
         with _explained(f"asking for the occupancy of {kernel}"):
-            return int(ask(function.ptr, threads, 0))
+            return int(ask(self.function(kernel), threads, 0))
 
     def elapsed_us(
         self, stream: Stream, work: Callable[[], None], before: Callable[[], None]
@@ -273,7 +316,7 @@ class CupyGpu:
     def copy(self, stream: Stream, to: int, source: int, size: int) -> None:
         assert isinstance(stream, _CupyStream)
         with _explained("copying to the device"):
-            self._cuda.memcpyAsync(to, source, size, 1, stream.native.ptr)
+            self._cuda.memcpyAsync(to, source, size, 1, stream.handle)
 
     def more_kernels(self, image: Path, names: tuple[str, ...]) -> None:
         with _explained(f"the kernels of {image} do not load on {self.name}"):
@@ -289,6 +332,10 @@ class _CupyStream:
         self.native = stream
         self._address, self._number = np.uint64, np.uint32
         self._bound: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    @property
+    def handle(self) -> int:
+        return int(self.native.ptr)
 
     def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
         # The same few launches again and again: what CuPy wants is made once.
