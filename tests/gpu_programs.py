@@ -18,7 +18,9 @@ from native_programs import ASAN, ATTEMPTS, CAUGHT, NATIVE, PLAIN, PROGRAMS, TSA
 
 GPU = NATIVE / "gpu"
 TRAFFIC = "gpu_traffic"
-_C_SOURCES = ("slots", "region", "tokens", "gpu/commands", "gpu/device")
+_C_SOURCES = (
+    "slots", "region", "tokens", "gpu/commands", "gpu/device", "gpu/driver", "gpu/admission_loop",
+)  # fmt: skip
 _WARNINGS = ("-g", "-Wall", "-Wextra", "-Werror", "-pthread")
 # `#pragma unroll` is the device's compiler's; not every program calls every verb.
 _CUDA = (
@@ -85,7 +87,7 @@ def build_traffic(kind: Kind, to: Path, mutant: str | None = None) -> Path:
     flags = ["-DMUTANT", f"-DMUTANT_{mutant}", "-DLIMIT_MS=1500"] if mutant else []
     _compile(
         [cxx(), *_WARNINGS, *kind.flags, *_CUDA, *flags, str(PROGRAMS / f"{TRAFFIC}.cpp"),
-         "-x", "none", *_objects(kind, to), "-o", str(binary)]
+         "-x", "none", *_objects(kind, to), "-rdynamic", "-o", str(binary)]
     )  # fmt: skip
     return binary
 

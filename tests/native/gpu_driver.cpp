@@ -120,14 +120,18 @@ int cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned, unsigned, uns
 }
 
 int cuStreamQuery(CUstream stream) {
-    if (int failure = called(stream->gpu, "cuStreamQuery"))
+    if (int failure = called(stream->gpu, "cuStreamQuery")) {
+        end_running(stream); /* the error is a kernel's that is over */
         return failure;
+    }
     return is_done(stream) ? 0 : DP_CUDA_NOT_READY;
 }
 
 int cuStreamSynchronize(CUstream stream) {
-    if (int failure = called(stream->gpu, "cuStreamSynchronize"))
+    if (int failure = called(stream->gpu, "cuStreamSynchronize")) {
+        end_running(stream);
         return failure;
+    }
     wait_for(stream);
     return 0;
 }

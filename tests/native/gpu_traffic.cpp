@@ -1,7 +1,8 @@
 /* Whole lives on the `device` table, with the kernels as they are on host threads: listeners that
  * claim, write, publish, read and let go by chance; the admission kernel, launched again and again;
  * a kernel that takes, echoes, sees cancellations and finishes; and whoever rings the listeners.
- * Prompts and outputs are checked id by id, so ThreadSanitizer sees every hand-over of memory.
+ * Prompts and outputs are checked id by id, so ThreadSanitizer sees every hand-over of memory. The
+ * same once more with a runtime's own admission thread (admission_loop.h), in both its ways.
  *
  * usage: gpu_traffic [REQUESTS [SEED]] */
 #include "host_cuda.h"
@@ -17,9 +18,11 @@
 #ifdef MUTANT
 #include "gpu_mutants.h"
 #endif
-#include "kernels.cu"
+#include "gpu_driver.cpp"
+#include "gpu_host.cpp"
 
 extern "C" {
+#include "admission_loop.h"
 #include "commands.h"
 #include "tokens.h"
 }
@@ -281,6 +284,49 @@ void host(World *world, uint64_t seed) {
     dp_bell_free(bell);
 }
 
+enum class By { turns, ticks, resident };
+
+/* A runtime's admission thread, on the tests' driver, which is this program. */
+struct Loop {
+    dp_driver *driver;
+    dp_admission *native;
+    CUcontext gpu;
+    CUstream stream;
+};
+
+Loop make_loop(World *world, By by) {
+    char error[256] = "";
+    CUcontext gpu = host_gpu();
+    Loop loop{dp_driver_open(nullptr, error, sizeof error), nullptr, gpu, host_stream(gpu)};
+    if (!loop.driver)
+        fprintf(stderr, "%s\n", error);
+    CHECK(loop.driver);
+    dp_admission_plan plan = {world->region,
+                              loop.driver,
+                              gpu,
+                              loop.stream,
+                              host_function("dp_admission_tick"),
+                              host_function("dp_admission_resident"),
+                              (uint64_t)world->device,
+                              -1,
+                              -1,
+                              by == By::resident};
+    loop.native = dp_admission_new(&plan);
+    CHECK(loop.native && !dp_admission_try(loop.native));
+    return loop;
+}
+
+void run_loop(const Loop *loop) {
+    CHECK(!dp_admission_run(loop->native));
+}
+
+void end_loop(Loop *loop) {
+    dp_admission_free(loop->native);
+    dp_driver_close(loop->driver);
+    delete loop->stream;
+    delete loop->gpu;
+}
+
 void ring_on(World *world) {
     dp_bell *bell = dp_bell_new(world->region);
     while (!world->stop.is_set())
@@ -301,10 +347,15 @@ void all_free(World *world) {
     CHECK(!"every slot is free in the end, in the device and in the mirrors");
 }
 
-void traffic(uint32_t requests, uint64_t seed) {
+void traffic(uint32_t requests, uint64_t seed, By by) {
     World world = make_world(SLOTS);
     std::vector<Listener> listeners(LISTENERS);
-    std::thread admission(host, &world, seed + 10), bell(ring_on, &world);
+    Loop loop{};
+    if (by != By::turns)
+        loop = make_loop(&world, by);
+    std::thread admission =
+        by == By::turns ? std::thread(host, &world, seed + 10) : std::thread(run_loop, &loop);
+    std::thread bell(ring_on, &world);
     std::thread models[] = {std::thread(model, &world), std::thread(model, &world)};
     std::vector<std::thread> threads;
     for (uint32_t i = 0; i < LISTENERS; i++) {
@@ -319,10 +370,13 @@ void traffic(uint32_t requests, uint64_t seed) {
         thread.join();
     all_free(&world);
     world.stop.set();
+    if (loop.native)
+        dp_admission_end(loop.native);
     admission.join();
     for (auto &one : models)
         one.join();
     bell.join();
+    end_loop(&loop);
     uint32_t whole = 0, cut = 0, full = 0;
     for (auto &one : listeners) {
         whole += one.whole;
@@ -331,7 +385,9 @@ void traffic(uint32_t requests, uint64_t seed) {
         dp_commands_free(one.commands);
     }
     CHECK(whole && cut);
-    printf("traffic: %u answered, %u ended early, %u refused\n", whole, cut, full);
+    const char *names[] = {"by turns", "by ticks", "by a resident kernel"};
+    printf("traffic %s: %u answered, %u ended early, %u refused\n", names[(int)by], whole, cut,
+           full);
     end_world(&world);
 }
 
@@ -431,6 +487,10 @@ int main(int argc, char **argv) {
     dead_producer(seed);
     if (requests >= 1000)
         laps(seed);
-    traffic(requests, seed);
+    traffic(requests, seed, By::turns);
+    if (requests >= 1000) {
+        traffic(requests / 2, seed, By::ticks);
+        traffic(requests / 2, seed, By::resident);
+    }
     return 0;
 }
