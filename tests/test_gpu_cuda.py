@@ -246,6 +246,24 @@ def test_a_mistake_of_our_own_is_not_explained_away(fake: Fake, image: Path) -> 
         gpu.upload(0x1000, None)  # type: ignore[arg-type]
 
 
+def test_the_driver_is_handed_what_cupy_has(fake: Fake, image: Path) -> None:
+    fake.devices = 3
+    sys.modules["cupy"].cuda.runtime = fake.runtime()
+    gpu = cuda.CupyGpu(2, image)
+    assert gpu.driver == "libcuda.so.1"
+    assert gpu.stream().handle == 0xABC
+    assert gpu.function("dp_admission_tick") == 0xF00
+    before = len(fake.named("setDevice"))
+    gpu.make_current()
+    assert fake.named("setDevice")[before:] == [(2,)]
+
+
+def test_a_device_that_cannot_be_made_current(fake: Fake, image: Path) -> None:
+    gpu = cuda.CupyGpu(kernels=image)
+    fake.failures["setDevice"] = 201
+    assert "start the runtime again" in refused(gpu.make_current)
+
+
 # Measuring.
 
 

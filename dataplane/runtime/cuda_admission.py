@@ -76,7 +76,7 @@ class Admission(threading.Thread):
         if loop == ffi.NULL:
             raise OSError(ffi.errno, f"admission cannot start: {os.strerror(ffi.errno)}")
         self._loop = ffi.gc(loop, lib.dp_admission_free)
-        self._used = (region, stream)  # the loop points into these
+        self._used = (gpu, region, stream)  # the loop points into what is theirs
         result = lib.dp_admission_try(self._loop)
         if result:
             raise self._failure(result)
