@@ -28,7 +28,8 @@ struct CUctx_st {
 
 struct CUstream_st {
     CUctx_st *gpu;
-    void *running;
+    void *running = nullptr;
+    std::mutex lock{}; /* held by whoever waits for what runs, or puts another in its place */
 };
 
 /* A kernel and the types of its arguments: an address or a number of 32 bits. */
@@ -56,6 +57,7 @@ int called(CUctx_st *gpu, const char *name) {
     return failure == gpu->failures.end() ? 0 : failure->second;
 }
 
+/* The stream's lock is held. */
 void end_running(CUstream stream) {
     if (stream->running)
         host_wait(stream->running);
@@ -63,14 +65,22 @@ void end_running(CUstream stream) {
 }
 
 bool is_done(CUstream stream) {
+    std::unique_lock<std::mutex> locked(stream->lock, std::try_to_lock);
+    if (!locked)
+        return false;
     if (stream->running && host_done(stream->running))
         end_running(stream);
     return !stream->running && !stream->gpu->stuck;
 }
 
+void wait_for_running(CUstream stream) {
+    std::lock_guard<std::mutex> locked(stream->lock);
+    end_running(stream);
+}
+
 void wait_for(CUstream stream) {
     const timespec nap = {0, 1000000};
-    end_running(stream);
+    wait_for_running(stream);
     while (stream->gpu->stuck)
         nanosleep(&nap, nullptr);
 }
@@ -101,6 +111,7 @@ void host_stream_launch(CUstream stream, const char *name, unsigned blocks, unsi
     }
     if (stream->gpu->stuck)
         return;
+    std::lock_guard<std::mutex> locked(stream->lock);
     end_running(stream);
     stream->running = host_launch(name, blocks, threads, arguments);
 }
@@ -121,7 +132,7 @@ int cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned, unsigned, uns
 
 int cuStreamQuery(CUstream stream) {
     if (int failure = called(stream->gpu, "cuStreamQuery")) {
-        end_running(stream); /* the error is a kernel's that is over */
+        wait_for_running(stream); /* the error is a kernel's that is over */
         return failure;
     }
     return is_done(stream) ? 0 : DP_CUDA_NOT_READY;
@@ -129,7 +140,7 @@ int cuStreamQuery(CUstream stream) {
 
 int cuStreamSynchronize(CUstream stream) {
     if (int failure = called(stream->gpu, "cuStreamSynchronize")) {
-        end_running(stream);
+        wait_for_running(stream);
         return failure;
     }
     wait_for(stream);
@@ -154,7 +165,7 @@ CUcontext host_gpu() {
 }
 
 CUstream host_stream(CUcontext gpu) {
-    return new CUstream_st{gpu, nullptr};
+    return new CUstream_st{gpu};
 }
 
 CUfunction host_function(const char *name) {
