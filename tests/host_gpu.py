@@ -2,13 +2,15 @@
 kernels run as they are, without CUDA; CUDA's driver is `gpu_driver.cpp`.
 
 Run as a program it is a `cuda-echo` runtime: `host_gpu.py LIBRARY SOCKET SLOTS CONTEXT MAX_OUTPUT
-MODE [stuck | slow]`; `stuck` stops answering commands once SIGUSR1 comes, as a hung kernel would.
+MODE [stuck | hung]`. Once SIGUSR1 comes, with `stuck` no kernel ends any more, with `hung` none of
+the model's, while admission goes on.
 """
 
 import ctypes
 import functools
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +74,34 @@ class HostStream:
         self._native.host_stream_wait(self.handle)
 
 
+class _HangingStream(HostStream):
+    """A stream whose kernels of the model hang from a moment on; those of admission do not."""
+
+    def __init__(self, gpu: "HostGpu", hung: threading.Event) -> None:
+        super().__init__(gpu)
+        self._hung = hung
+        self._hangs = False
+
+    def launch(self, kernel: str, blocks: int, threads: int, *arguments: int) -> None:
+        self._hangs = kernel == "dp_echo" and self._hung.is_set()
+        if not self._hangs:
+            super().launch(kernel, blocks, threads, *arguments)
+
+    def is_done(self) -> bool:
+        return not self._hangs and super().is_done()
+
+
 class HostGpu:
     """Host memory is the device's.
 
     Attributes:
         allocated: Bytes by address.
+        hung: Once it is set, the model's kernels do not end; None: they always do.
     """
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, hung: threading.Event | None = None) -> None:
         self.library = library
+        self.hung = hung
         self.mapped: dict[int, int] = {}
         self.allocated: dict[int, Any] = {}
 
@@ -139,7 +160,7 @@ class HostGpu:
         return ctypes.string_at(address, size)
 
     def stream(self) -> Stream:
-        return HostStream(self)
+        return HostStream(self) if self.hung is None else _HangingStream(self, self.hung)
 
     def array(self, address: int, shape: tuple[int, ...], kind: str, owner: object) -> Any:
         count = int(np.prod(shape))
@@ -201,9 +222,14 @@ def main(arguments: list[str]) -> int:
     from dataplane.runtime.cuda_echo import main as cuda_echo
 
     library, socket, slots, context, max_output, mode, *rest = arguments
-    gpu = HostGpu(Library(Path(library)))
-    if rest == ["stuck"]:
-        signal.signal(signal.SIGUSR1, lambda number, frame: gpu.get_stuck())
+    hung = threading.Event() if rest == ["hung"] else None
+    gpu = HostGpu(Library(Path(library)), hung)
+
+    def hang(number: int, frame: object) -> None:
+        hung.set() if hung else gpu.get_stuck()
+        print("it hangs", flush=True)
+
+    signal.signal(signal.SIGUSR1, hang)
     try:
         return cuda_echo(
             socket, int(slots), int(context), int(max_output), 50_000,

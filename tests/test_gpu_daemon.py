@@ -109,12 +109,17 @@ def test_bad_bodies_free_their_slots(bare: DaemonProcess, library: Path) -> None
         bare.wait_idle()
 
 
+def _hang(runtime: "subprocess.Popen[str]") -> None:
+    os.kill(runtime.pid, signal.SIGUSR1)
+    assert runtime.stdout is not None
+    assert first_line(runtime.stdout, 10) == "it hangs\n"
+
+
 def test_a_stuck_device_gives_503_within_a_second(bare: DaemonProcess, library: Path) -> None:
     async def ask() -> None:
         async with connect(bare.address, bare.ca) as client:
             assert (await (await client.submit(PROMPT)).result()).status == 200
-            os.kill(runtime.pid, signal.SIGUSR1)
-            await asyncio.sleep(0.3)
+            await asyncio.to_thread(_hang, runtime)
             start = time.monotonic()
             waiting = [asyncio.ensure_future(client.submit(PROMPT)) for _ in range(6)]
             refused = await asyncio.gather(*waiting)
@@ -132,6 +137,31 @@ def test_a_stuck_device_gives_503_within_a_second(bare: DaemonProcess, library: 
         assert runtime.stderr is not None
         assert "hangs" in runtime.stderr.read()
     # The daemon goes on with the next one.
+    with echo_on_device(bare, library):
+        run(_one(bare))
+
+
+def test_a_stuck_kernel_of_the_model_ends_the_attachment(
+    bare: DaemonProcess, library: Path
+) -> None:
+    """Admission goes on beside it, so that requests are taken until the missing steps are seen."""
+
+    async def ask() -> None:
+        async with connect(bare.address, bare.ca) as client:
+            assert (await (await client.submit(PROMPT)).result()).status == 200
+            await asyncio.to_thread(_hang, runtime)
+            with pytest.raises(ResetError) as caught:
+                for _ in range(50):  # the launch before that is still there serves some
+                    answer = await client.submit(PROMPT)
+                    assert answer.status == 200
+                    await answer.result()
+            assert caught.value.code == ResetCode.RUNTIME_LOST
+            assert (await client.submit(PROMPT)).status == 503
+
+    with echo_on_device(bare, library, "hung") as runtime:
+        run(ask())
+        assert "no step for 5000 ms with work in its slots" in bare.stderr
+        assert runtime.wait(20) == 1  # only its end gives back what the kernel uses
     with echo_on_device(bare, library):
         run(_one(bare))
 
