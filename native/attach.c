@@ -300,17 +300,21 @@ int dp_attached_socket(struct dp_attachment *attachment) {
     return attachment->socket;
 }
 
-static void describe(struct dp_region *region, uint32_t slot, struct dp_taken *taken) {
+void dp_describe_taken(struct dp_region *region, uint32_t slot, uint64_t generation,
+                       struct dp_taken *out) {
     const struct dp_request *request = &region->requests[slot];
-    taken->slot = slot;
-    taken->request_id = request->request_id;
-    taken->tokens = dp_prompt(region, slot);
-    taken->n_tokens = request->n_tokens;
-    taken->max_output = request->max_output;
-    taken->top_k = request->top_k;
-    taken->seed = request->seed;
-    taken->temperature = request->temperature;
-    taken->top_p = request->top_p;
+    *out = (struct dp_taken){
+        .generation = generation,
+        .slot = slot,
+        .request_id = request->request_id,
+        .tokens = dp_prompt(region, slot),
+        .n_tokens = request->n_tokens,
+        .max_output = request->max_output,
+        .top_k = request->top_k,
+        .seed = request->seed,
+        .temperature = request->temperature,
+        .top_p = request->top_p,
+    };
 }
 
 int dp_take_ready(struct dp_attachment *attachment, struct dp_taken *out, uint32_t max,
@@ -322,8 +326,9 @@ int dp_take_ready(struct dp_attachment *attachment, struct dp_taken *out, uint32
     if (waited <= 0)
         return waited;
     uint32_t taken = 0;
+    uint64_t generation;
     for (uint32_t slot = 0; slot < region->geometry.slots && taken < max; slot++)
-        if (dp_take(region, slot, &out[taken].generation) >= 0)
-            describe(region, slot, &out[taken++]);
+        if (dp_take(region, slot, &generation) >= 0)
+            dp_describe_taken(region, slot, generation, &out[taken++]);
     return (int)taken;
 }

@@ -45,6 +45,9 @@ int dp_attached_socket(struct dp_attachment *attachment);
  * request was cancelled. */
 int dp_take_ready(struct dp_attachment *attachment, struct dp_taken *out, uint32_t max,
                   int timeout_ms, uint32_t spin_us);
+/* What the request in a slot that was taken under `generation` states. */
+void dp_describe_taken(struct dp_region *region, uint32_t slot, uint64_t generation,
+                       struct dp_taken *out);
 /* The engine made a step: a chunk, a token, or an idle pass. */
 void dp_step(struct dp_attachment *attachment);
 

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 SOURCE = kernels.SOURCES / "gpu" / "kernels.cu"
-ENTRIES = {"dp_admission_tick", "dp_admission_resident", "dp_echo", "dp_read_timer"}
+ENTRIES = {
+    "dp_admission_tick", "dp_admission_resident", "dp_echo", "dp_engine_turn", "dp_read_timer",
+}  # fmt: skip
 MOST_REGISTERS = 80
 TARGETS = (80, 90, 100)
 
@@ -70,6 +72,18 @@ def test_echo_has_the_scoped_instructions(ptx: str) -> None:
         "bar.sync",
     ):
         assert instruction in body, instruction
+
+
+def test_an_engines_turn_has_the_scoped_instructions(ptx: str) -> None:
+    body = entry(ptx, "dp_engine_turn")
+    for instruction in (
+        "atom.acq_rel.gpu.global.cas.b64",  # take, finish
+        "st.release.sys.global.u64",  # progress and mirrors
+        "st.release.gpu.global.u64",  # a slot given back
+        "ld.relaxed.gpu.global.u64",  # whether a slot is READY, or cancelled
+    ):
+        assert instruction in body, instruction
+    assert "bar.sync" not in body
 
 
 def test_every_swap_is_in_device_memory_at_device_scope(ptx: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec.structs
 import numpy as np
@@ -26,6 +26,15 @@ from dataplane.region import Region
 from dataplane.slots import ILLEGAL, OVERFLOW, STALE, Finish
 
 _ERROR_BYTES = 1024
+
+
+class Holder(Protocol):
+    """What a taken request needs of the attachment that it came through."""
+
+    held: "dict[int, Taken]"
+
+    @property
+    def region(self) -> Region: ...
 
 
 class Taken:
@@ -46,7 +55,7 @@ class Taken:
         "seed", "slot", "temperature", "tokens", "top_k", "top_p",
     )  # fmt: skip
 
-    def __init__(self, runtime: "Runtime", native: Any) -> None:
+    def __init__(self, runtime: Holder, native: Any) -> None:
         region = runtime.region
         self._runtime = runtime
         self._native = region.native

@@ -88,6 +88,11 @@ class CudaRuntime:
     def _upload(self) -> None:
         self.gpu.upload(self.device, bytes(ffi.buffer(self._image_buffer)))
 
+    @property
+    def mapped(self) -> int:
+        """Where the device sees the region's first byte."""
+        return self._mapped
+
     def allocate(self, size: int) -> int:
         """Return zeroed device memory that goes with this runtime; before `ready` only."""
         address = self.gpu.allocate(size)
@@ -178,20 +183,28 @@ class CudaRuntime:
             DetachedError: The daemon is gone, or dropped this runtime.
             CudaError: The admission kernel failed.
         """
+        self.wait_for_news(0 if self.is_working() else timeout)
+        return self.is_working()
+
+    def wait_for_news(self, timeout: float) -> None:
+        """Wait until a slot became READY or CANCELLING since the last wait; 0 s: only look.
+
+        Raises:
+            DetachedError, CudaError: As `wait`.
+        """
         self._raise_failure()
         daemon = self.runtime.fileno()
         found = select.poll()
         found.register(self._work, select.POLLIN)
         if daemon >= 0:
             found.register(daemon, select.POLLIN)
-        ready = dict(found.poll(0 if self.is_working() else timeout * 1000))
+        ready = dict(found.poll(timeout * 1000))
         if daemon < 0 or daemon in ready:
             raise DetachedError("the daemon ended the attachment")
         if self._work in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._work)
         self._raise_failure()
-        return self.is_working()
 
     def _raise_failure(self) -> None:
         if self._admission is not None and self._admission.error is not None:

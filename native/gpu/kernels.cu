@@ -1,3 +1,4 @@
 /* All kernels in one image. */
 #include "admission.cu"
 #include "echo.cu"
+#include "engine.cu"

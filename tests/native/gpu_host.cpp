@@ -30,6 +30,9 @@ void run(const char *name, unsigned blocks, unsigned threads, const uint64_t *ar
         dp_host_launch(blocks, threads, dp_echo, (const dp_device *)device,
                        reinterpret_cast<dp_echo_job *>(arguments[1]), (unsigned)arguments[2],
                        (unsigned)arguments[3]);
+    else if (!strcmp(name, "dp_engine_turn"))
+        dp_host_launch(1, threads, dp_engine_turn, (const dp_device *)device,
+                       reinterpret_cast<dp_turn *>(arguments[1]));
 }
 
 } // namespace
@@ -38,7 +41,8 @@ extern "C" {
 
 int host_knows(const char *name) {
     return !strcmp(name, "dp_admission_tick") || !strcmp(name, "dp_admission_resident") ||
-           !strcmp(name, "dp_read_timer") || !strcmp(name, "dp_echo");
+           !strcmp(name, "dp_read_timer") || !strcmp(name, "dp_echo") ||
+           !strcmp(name, "dp_engine_turn");
 }
 
 void *host_launch(const char *name, unsigned blocks, unsigned threads, const uint64_t *arguments) {
