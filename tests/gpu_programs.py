@@ -19,7 +19,8 @@ from native_programs import ASAN, ATTEMPTS, CAUGHT, NATIVE, PLAIN, PROGRAMS, TSA
 GPU = NATIVE / "gpu"
 TRAFFIC = "gpu_traffic"
 _C_SOURCES = (
-    "slots", "region", "tokens", "gpu/commands", "gpu/device", "gpu/driver", "gpu/admission_loop",
+    "slots", "region", "tokens", "attach", "gpu/commands", "gpu/device", "gpu/turn", "gpu/driver",
+    "gpu/admission_loop",
 )  # fmt: skip
 _WARNINGS = ("-g", "-Wall", "-Wextra", "-Werror", "-pthread")
 # `#pragma unroll` is the device's compiler's; not every program calls every verb.

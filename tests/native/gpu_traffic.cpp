@@ -1,6 +1,7 @@
 /* Whole lives on the `device` table, with the kernels as they are on host threads: listeners that
  * claim, write, publish, read and let go by chance; the admission kernel, launched again and again;
- * a kernel that takes, echoes, sees cancellations and finishes; and whoever rings the listeners.
+ * a kernel that takes, echoes, sees cancellations and finishes; an engine of the host's that does
+ * the same by a launch a turn; and whoever rings the listeners.
  * Prompts and outputs are checked id by id, so ThreadSanitizer sees every hand-over of memory. The
  * same once more with a runtime's own admission thread (admission_loop.h), in both its ways.
  *
@@ -25,11 +26,13 @@ extern "C" {
 #include "admission_loop.h"
 #include "commands.h"
 #include "tokens.h"
+#include "turn.h"
 }
 
 #define LISTENERS 2
 #define SLOTS     2
 #define TOKENS    40
+#define PIECE     7 /* ids that a model emits in a turn */
 #ifndef LIMIT_MS
 #define LIMIT_MS 10000 /* a verdict or an answer that takes so long is lost */
 #endif
@@ -73,6 +76,7 @@ struct World {
     dp_region *region;
     dp_device *device;
     Flag stop;
+    uint32_t engine_took; /* by the engine of the host's, which alone writes it */
     /* Who holds a slot, written by its holder alone: a slot held twice is a race on it. */
     uint32_t holders[SLOTS];
 };
@@ -231,13 +235,17 @@ void listen(Listener *self) {
 /* The runtime ------------------------------------------------------------------------------------
  */
 
-/* A model kernel of one thread, of which two compete for what is ready: takes, checks the prompt
- * where it lies, echoes a few ids a turn. */
+/* A model kernel of one thread: takes, checks the prompt where it lies, echoes a few ids a turn. */
 struct Job {
     uint64_t generation;
     uint32_t out, length;
     bool running;
 };
+
+uint32_t piece_of(const Job *job) {
+    uint32_t left = job->length - job->out;
+    return left < PIECE ? left : PIECE;
+}
 
 void model_turn(const dp_device *device, Job *job, uint32_t slot) {
     if (!job->running) {
@@ -249,7 +257,7 @@ void model_turn(const dp_device *device, Job *job, uint32_t slot) {
         for (uint32_t i = 0; i < job->length; i++)
             CHECK((uint32_t)dp_slot_prompt(device, slot)[i] == nth_id(request, i));
     }
-    uint32_t piece = job->length - job->out < 7 ? job->length - job->out : 7;
+    uint32_t piece = piece_of(job);
     const int32_t *ids = dp_slot_prompt(device, slot) + job->out;
     CHECK(dp_slot_emit(device, slot, job->generation, ids, piece) == DP_OK);
     job->out += piece;
@@ -267,6 +275,62 @@ void model(World *world) {
             model_turn(world->device, &jobs[slot], slot);
         sched_yield();
     }
+}
+
+/* An engine of the host's, which competes with it for what is ready: it checks and echoes here, and
+ * one launch a turn carries out what it asks for. */
+void ask(World *world, dp_turn *turn, Job *job, uint32_t slot) {
+    dp_turn_slot *part = dp_turn_at(turn, slot);
+    if (!part->held)
+        return;
+    part->count = piece_of(job);
+    const int32_t *ids = dp_prompt(world->region, slot) + job->out;
+    memcpy(dp_turn_ids(world->region, turn, slot), ids, part->count * sizeof *ids);
+    job->out += part->count;
+    if (job->out == job->length || part->cancelled)
+        part->reason = DP_FINISH_STOP;
+}
+
+void check_answers(dp_turn *turn) {
+    for (uint32_t slot = 0; slot < SLOTS; slot++) {
+        dp_turn_slot *part = dp_turn_at(turn, slot);
+        CHECK(!part->held || part->emitted == DP_OK);
+        CHECK(!part->reason || part->finished == DP_DONE || part->finished == DP_FREE);
+    }
+}
+
+void begin(Job *job, const dp_taken *taken) {
+    *job = {taken->generation, 0, taken->n_tokens, true};
+    CHECK(job->length == length_of(taken->request_id));
+    for (uint32_t i = 0; i < job->length; i++)
+        CHECK((uint32_t)taken->tokens[i] == nth_id(taken->request_id, i));
+}
+
+void engine(World *world) {
+    dp_turn *turn = (dp_turn *)calloc(1, dp_turn_bytes(world->region, PIECE));
+    turn->take = 1;
+    turn->room = PIECE;
+    dp_taken taken[SLOTS];
+    Job jobs[SLOTS] = {};
+    while (!world->stop.is_set()) {
+        bool asked = false;
+        for (uint32_t slot = 0; slot < SLOTS; slot++) {
+            ask(world, turn, &jobs[slot], slot);
+            asked |= dp_turn_at(turn, slot)->count > 0;
+        }
+        if (!asked && !dp_turn_is_due(world->region, turn)) {
+            sched_yield();
+            continue;
+        }
+        dp_host_launch(1, 2, dp_engine_turn, (const dp_device *)world->device, turn);
+        check_answers(turn);
+        uint32_t n = dp_turn_end(world->region, turn, taken);
+        world->engine_took += n;
+        for (uint32_t i = 0; i < n; i++)
+            begin(&jobs[taken[i].slot], &taken[i]);
+        sched_yield();
+    }
+    free(turn);
 }
 
 /* The host's part: admission by residents and ticks in turn, and the bell. */
@@ -356,7 +420,7 @@ void traffic(uint32_t requests, uint64_t seed, By by) {
     std::thread admission =
         by == By::turns ? std::thread(host, &world, seed + 10) : std::thread(run_loop, &loop);
     std::thread bell(ring_on, &world);
-    std::thread models[] = {std::thread(model, &world), std::thread(model, &world)};
+    std::thread models[] = {std::thread(model, &world), std::thread(engine, &world)};
     std::vector<std::thread> threads;
     for (uint32_t i = 0; i < LISTENERS; i++) {
         listeners[i].world = &world;
@@ -386,8 +450,8 @@ void traffic(uint32_t requests, uint64_t seed, By by) {
     }
     CHECK(whole && cut);
     const char *names[] = {"by turns", "by ticks", "by a resident kernel"};
-    printf("traffic %s: %u answered, %u ended early, %u refused\n", names[(int)by], whole, cut,
-           full);
+    printf("traffic %s: %u answered, %u ended early, %u refused; %u went to the host's engine\n",
+           names[(int)by], whole, cut, full, world.engine_took);
     end_world(&world);
 }
 
