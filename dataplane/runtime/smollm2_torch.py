@@ -1,7 +1,8 @@
 """The small model on PyTorch, behind the daemon: one step of fixed shape over all slots.
 
-On a GPU each kind of step is captured once as a CUDA graph and replayed; on the CPU the same code
-runs eagerly, which is how it is tested where there is no GPU. The loop around it (who is prefilled
+On a GPU each kind of step is captured once as a CUDA graph and replayed, and the slots' words lie
+on that device (`cuda_engine`); on the CPU the same code runs eagerly and the words lie in the
+region, which is how it is tested where there is no GPU. The loop around it (who is prefilled
 when, cancelling, stop ids) is `smollm2.Engine`, the one that llama.cpp runs in. The rules that hold
 here:
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec.structs
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -39,12 +41,15 @@ from dataplane.runtime import (
     Manifest,
     Runtime,
     attach,
+    cuda_engine,
     gguf_weights,
     smollm2,
 )
+from dataplane.runtime.cuda import CupyGpu, Gpu
+from dataplane.runtime.cuda_engine import CudaEngineRuntime
 from dataplane.runtime.gguf_weights import Shape, Weights
 from dataplane.runtime.sampling import COLDEST, Choice, Draws, choose
-from dataplane.runtime.torch_prompts import MappedRegion, copied_to, on_host
+from dataplane.runtime.torch_prompts import RegionPrompts, copied_to, on_host
 from dataplane.runtime.transformer import Transformer, planned_bytes
 
 CHUNK = {"cpu": 32, "cuda": 256}
@@ -290,21 +295,25 @@ class TorchBatcher:
     # ------------------------------------------------------------ memory
 
     @contextlib.contextmanager
-    def reading(self, region: Region) -> Iterator[None]:
-        """Read prompts where a region holds them; the CPU does in any case."""
+    def reading(self, region: Region, mapped: int) -> Iterator[None]:
+        """Read prompts where a region holds them; the CPU does in any case.
+
+        Args:
+            region: The attachment's.
+            mapped: Where the batcher's GPU sees it.
+        """
         if self.device.type == "cpu":
             yield
             return
-        mapped, before = MappedRegion(region, self.device), self._ids_at
+        prompts, before = RegionPrompts(region, mapped, self.device), self._ids_at
         try:
-            self._ids_at = mapped.ids
+            self._ids_at = prompts.ids
             self.prefill_chunk(0, region.prompt_address(0), 0, 1, False)  # so that it has run
             torch.cuda.synchronize()
             yield
         finally:
             self._ids_at = before
             torch.cuda.synchronize()
-            mapped.close()
 
     def memory(self) -> Memory:
         """What is held now."""
@@ -347,11 +356,34 @@ def warm_up(batcher: TorchBatcher) -> None:
     batcher.forget(0)
 
 
-def run(runtime: Runtime, batcher: TorchBatcher, say: Callable[[str], None]) -> NoReturn:
+def run(
+    attachment: smollm2.Attachment, batcher: TorchBatcher, say: Callable[[str], None]
+) -> NoReturn:
     """Serve until the attachment ends, which raises `DetachedError`."""
-    engine = _Engine(runtime, batcher, model.STOP_IDS, say)
+    engine = _Engine(attachment, batcher, model.STOP_IDS, say)
     while True:
         engine.turn()
+
+
+@contextlib.contextmanager
+def _attached(
+    socket_path: str | os.PathLike[str],
+    manifest: Manifest,
+    tokenizer: Path,
+    batcher: TorchBatcher,
+    gpu: Gpu | None,
+) -> Iterator[Runtime | CudaEngineRuntime]:
+    """Attach, on the device's slot table where there is a device, and read prompts in place."""
+    if gpu is None:
+        with attach(socket_path, manifest, tokenizer) as on_host_table:
+            yield on_host_table
+        return
+    manifest = msgspec.structs.replace(manifest, table="device")
+    with (
+        cuda_engine.attach(socket_path, manifest, tokenizer, gpu) as runtime,
+        batcher.reading(runtime.region, runtime.mapped),
+    ):
+        yield runtime
 
 
 def main(
@@ -363,15 +395,25 @@ def main(
     *,
     cache_dir: Path,
     partition: str = DEFAULT_PARTITION,
+    gpu: Gpu | None = None,
 ) -> int:
     """Load the model, attach, and serve until the daemon is gone; the exit status.
 
-    It runs on the first GPU that PyTorch sees (`CUDA_VISIBLE_DEVICES` chooses), else on the CPU.
-    The arguments are those of `smollm2.main`.
+    It runs on the first GPU that PyTorch sees (`CUDA_VISIBLE_DEVICES` chooses), with the slots'
+    words on that device; else on the CPU, with the words in the region. The arguments are those of
+    `smollm2.main`.
+
+    Args:
+        gpu: The device that has the slots' words, where it is another.
+
+    Raises:
+        CudaError: PyTorch sees a GPU that CuPy or the kernels cannot use; the text says what to do.
     """
     files = model.locate()
     tokenizer = model.tokenizer_json(files, cache_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if gpu is None and device.type == "cuda":
+        gpu = CupyGpu()  # before the model: what is missing is said at once
     torch.set_num_threads(1)
     say(f"loading {model.NAME} for {slots} slots of {context} + {max_output} ids on {device}")
     batcher = load(files, slots, context + max_output, device)
@@ -387,10 +429,7 @@ def main(
         chat_template=model.CHAT_TEMPLATE,
         max_step_ms=smollm2.MAX_STEP_MS,
     )
-    with (
-        attach(socket_path, manifest, tokenizer=tokenizer) as runtime,
-        batcher.reading(runtime.region),
-    ):
+    with _attached(socket_path, manifest, tokenizer, batcher, gpu) as runtime:
         runtime.ready()
         say(f"{model.NAME} is ready: {batcher.memory()}")
         try:

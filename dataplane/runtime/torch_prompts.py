@@ -1,11 +1,10 @@
 """Prompts as tensors over the memory that they lie in: the CPU's view, and a GPU's.
 
-Neither copies. On a GPU the region is registered once, pinned and mapped, and the device reads it
-across the bus through its own pointer, which need not equal the host's.
+Neither copies. A GPU reads the region, which is pinned and mapped into it, across the bus through a
+pointer of its own, which need not equal the host's.
 """
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from dataplane.errors import DataplaneError
 from dataplane.region import Region
 
 _ID_BYTES = 4
-_PORTABLE_AND_MAPPED = 3
 
 
 class PromptError(DataplaneError):
@@ -45,51 +43,20 @@ class _Described:
         }
 
 
-class MappedRegion:
-    """A region that a GPU reads in place; registered until `close`.
+class RegionPrompts:
+    """The prompts of a region that a GPU sees at `pointer` (`dataplane.runtime.cuda` maps it).
 
-    Raises:
-        PromptError: The system or the driver refused; the text says what to change.
+    The region has to stay mapped as long as a tensor of this is in use.
     """
 
-    def __init__(self, region: Region, device: torch.device) -> None:
+    def __init__(self, region: Region, pointer: int, device: torch.device) -> None:
         self._base = int(ffi.cast("uintptr_t", region.native.base))
-        self._cudart: Any = torch.cuda.cudart()
-        code = int(self._cudart.cudaHostRegister(self._base, region.bytes, _PORTABLE_AND_MAPPED))
-        if code:
-            raise PromptError(
-                f"the region of {region.bytes >> 20} MiB cannot be pinned (CUDA error {code}): "
-                "raise the limit of locked memory (`ulimit -l`, in a container "
-                "--ulimit memlock=-1), or ask for fewer slots or a smaller context"
-            )
-        try:
-            pointer = _device_pointer(self._base)
-            described = _Described(pointer, region.bytes // _ID_BYTES, region)
-            self._ids = torch.as_tensor(described, device=device)
-            if self._ids.data_ptr() != pointer:
-                raise PromptError("PyTorch copied the region instead of looking at it")
-        except BaseException:
-            self.close()
-            raise
+        described = _Described(pointer, region.bytes // _ID_BYTES, region)
+        self._ids = torch.as_tensor(described, device=device)
+        if self._ids.data_ptr() != pointer:
+            raise PromptError("PyTorch copied the region instead of looking at it")
 
     def ids(self, address: int, count: int) -> Tensor:
         """`count` ids at a host address inside the region, as the device sees them."""
         first = (address - self._base) // _ID_BYTES
         return self._ids[first : first + count]
-
-    def close(self) -> None:
-        self._cudart.cudaHostUnregister(self._base)
-
-
-def _device_pointer(address: int) -> int:
-    """Where the device sees registered memory. PyTorch has no name for it; its libcudart, which is
-    loaded already, does."""
-    major = str(torch.version.cuda).split(".")[0]
-    library = ctypes.CDLL(f"libcudart.so.{major}")
-    pointer = ctypes.c_void_p()
-    code = library.cudaHostGetDevicePointer(
-        ctypes.byref(pointer), ctypes.c_void_p(address), ctypes.c_uint(0)
-    )
-    if code or pointer.value is None:
-        raise PromptError(f"the device has no pointer to the region (CUDA error {code})")
-    return pointer.value

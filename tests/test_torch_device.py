@@ -1,0 +1,96 @@
+"""The model on PyTorch with its slots on the `device` table: its own eager CPU code, on a device of
+host threads."""
+
+import contextlib
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import gpu_programs
+import pytest
+from daemon_process import daemon_process, run, wait_until
+from host_gpu import HostGpu, Library
+from local_device import local_device
+from test_smollm2 import PARIS, _Bench, _Request
+
+from dataplane import model
+from dataplane.model import ModelError
+from dataplane.runtime.cuda import CudaError
+
+pytest.importorskip("torch", reason="no PyTorch: pip install -e '.[smollm2,torch]'")
+pytest.importorskip("gguf", reason="no gguf: pip install -e '.[smollm2,torch]'")
+
+from test_torch_model import _ask, _batcher
+
+from dataplane.runtime import smollm2_torch
+
+DONE = 5
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    if shutil.which(gpu_programs.cxx()) is None:
+        pytest.skip("no C++ compiler here")
+    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
+
+
+def test_a_small_network_answers_as_it_does_elsewhere(library: Library) -> None:
+    prompts = [list(range(slot, slot + 19)) for slot in range(3)]
+    hot: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+    elsewhere = [_Request(slot, ids, max_output=9) for slot, ids in enumerate(prompts)]
+    elsewhere[2] = _Request(2, prompts[2], max_output=9, **hot)
+    _Bench(*elsewhere, batcher=_batcher(), stop_ids=()).until_done(*elsewhere)
+    with local_device(library, slots=3) as on:
+        asked = [on.ask(ids, 9, **(hot if ids is prompts[2] else {})) for ids in prompts]
+        engine = smollm2_torch._Engine(on.runtime, _batcher(), (), print)
+        for _ in range(100):
+            if all(one.state == DONE for one in asked):
+                break
+            engine.turn()
+        assert [one.out for one in asked] == [one.out for one in elsewhere]
+        assert [one.stated.finish_reason for one in asked] == [2, 2, 2]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_daemon_serves_the_real_model_on_it(tmp_path: Path, library: Library) -> None:
+    try:
+        model.locate()
+    except ModelError as error:
+        pytest.skip(f"no model: {error}")
+    gpu, said, ended = HostGpu(library), list[str](), list[int]()
+
+    def serve(socket: Path) -> None:
+        ended.append(
+            smollm2_torch.main(socket, 2, 64, 16, said.append, cache_dir=tmp_path, gpu=gpu)
+        )
+
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(daemon_process(tmp_path, "--runtime=none"))
+        runtime = threading.Thread(target=serve, args=(daemon.socket,))
+        runtime.start()
+        stack.callback(runtime.join, 30)
+        stack.callback(daemon.stop)
+        wait_until("it is ready", lambda: daemon.health()["status"] == "ok", within=150)
+        assert '"table":"device"' in daemon.get("/props")[1].replace(" ", "")
+        assert run(_ask(daemon), within=60) == [PARIS, PARIS[:3], PARIS]
+        daemon.wait_idle()
+        assert daemon.health()["completed"] == 3
+    assert ended == [0]
+    assert gpu.launches.count("dp_engine_turn") > 3
+    assert (gpu.allocated, gpu.mapped) == ({}, {})
+
+
+def test_a_gpu_without_cupy_is_told_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(model, "locate", lambda: None)
+    monkeypatch.setattr(model, "tokenizer_json", lambda files, folder: folder)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    said: list[str] = []
+    with pytest.raises(CudaError, match=r"CuPy is not installed: pip install -e '\.\[cuda13\]'"):
+        smollm2_torch.main(tmp_path / "no.sock", 1, 8, 8, said.append, cache_dir=tmp_path)
+    assert said == []
