@@ -10,41 +10,13 @@ from typing import Any
 
 from daemon_process import wait_until
 from host_gpu import HostGpu, Library
-from native_region import manifest, open_region
 
 from dataplane._native import ffi, lib
 from dataplane.device_table import DeviceTable
-from dataplane.manifest import Manifest
 from dataplane.prompt1 import Request
-from dataplane.region import Region
 from dataplane.runtime.cuda import CudaRuntime, Mode
-from dataplane.runtime.cuda_engine import CudaEngineRuntime
-
-
-class LocalRuntime:
-    """What `CudaRuntime` needs of an attachment; `leave` is the daemon's end of it."""
-
-    def __init__(self, region: Region, stated: Manifest) -> None:
-        self.region = region
-        self.manifest = stated
-        self.steps = 0
-        self._gone = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def leave(self) -> None:
-        os.eventfd_write(self._gone, 1)
-
-    def fileno(self) -> int:
-        return self._gone
-
-    def ready(self) -> None: ...
-
-    def step(self) -> None:
-        self.steps += 1
-
-    def detach(self) -> None:
-        if self._gone >= 0:
-            os.close(self._gone)
-            self._gone = -1
+from dataplane.runtime.cuda_alone import alone
+from dataplane.runtime.cuda_engine import TURN, CudaEngineRuntime
 
 
 class Asked:
@@ -82,14 +54,28 @@ class Asked:
 class LocalDevice:
     """The listener's side, the runtime's, and the device between them."""
 
-    def __init__(self, region: Region, stated: Manifest, library: Library, mode: Mode) -> None:
-        self.region = region
-        self.gpu = HostGpu(library)
-        self.attachment = LocalRuntime(region, stated)
-        on = CudaRuntime(self.attachment, self.gpu, mode)  # type: ignore[arg-type]
+    def __init__(self, on: CudaRuntime, gpu: HostGpu) -> None:
+        self.region = on.runtime.region
+        self.gpu = gpu
         self.runtime = CudaEngineRuntime(on)
+        self.launches: list[tuple[Any, ...]] = []
+        self._note_launches()
         self.runtime.ready()
-        self.table = DeviceTable(region, spin_us=2000, answer_ms=20_000)
+        self.table = DeviceTable(self.region, spin_us=2000, answer_ms=20_000)
+
+    def _note_launches(self) -> None:
+        stream: Any = self.runtime._stream
+        launch = stream.launch
+
+        def note(*how: Any) -> None:
+            self.launches.append(how)
+            launch(*how)
+
+        stream.launch = note
+
+    def turns(self) -> int:
+        """How often the engine's kernel was launched."""
+        return [kernel for kernel, *_ in self.launches].count(TURN)
 
     def ask(self, prompt: list[int], max_output: int = 8, **fields: Any) -> Asked:
         """Publish a request, and wait until the device has it."""
@@ -101,20 +87,20 @@ class LocalDevice:
         wait_until("it was carried out", lambda: not lib.dp_device_pending(self.region.native))
         return asked
 
-    def turns(self) -> int:
-        """How often the engine's kernel was launched."""
-        return self.gpu.launches.count("dp_engine_turn")
+    def leave(self) -> None:
+        """End the attachment as a daemon does."""
+        os.eventfd_write(self.runtime.fileno(), 1)
 
 
 @contextlib.contextmanager
-def local_device(library: Library, mode: Mode = "tick", **geometry: Any) -> Iterator[LocalDevice]:
+def local_device(library: Library, mode: Mode = "tick", **geometry: int) -> Iterator[LocalDevice]:
     """Open all of it; nothing may be left on the device in the end."""
-    stated = manifest(table="device", **geometry)
-    with open_region(table="device", **geometry) as region:
-        on = LocalDevice(region, stated, library, mode)
+    gpu = HostGpu(library)
+    with alone(gpu, mode, **geometry) as runtime:
+        on = LocalDevice(runtime, gpu)
         try:
             yield on
         finally:
             on.runtime.detach()
-    assert on.gpu.allocated == {}
-    assert on.gpu.mapped == {}
+    assert gpu.allocated == {}
+    assert gpu.mapped == {}

@@ -79,7 +79,6 @@ def test_the_daemon_serves_the_real_model_on_it(tmp_path: Path, library: Library
         daemon.wait_idle()
         assert daemon.health()["completed"] == 3
     assert ended == [0]
-    assert gpu.launches.count("dp_engine_turn") > 3
     assert (gpu.allocated, gpu.mapped) == ({}, {})
 
 
