@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dataplane import __version__, kernels, model
@@ -88,17 +88,21 @@ def _echo(order: Order, say: Say) -> Parts:
     return Parts("echo", _vocab_size(order))
 
 
-def _cuda_echo(order: Order, say: Say) -> Parts:
+def _kernels(order: Order, say: Say) -> tuple[bytes, str]:
+    """Return the image of this project's kernels and its name."""
     if order.kernels is None:
         from dataplane.runtime.cuda import KERNELS
 
-        data, name = kernels.image(KERNELS, say), str(KERNELS)
-    else:
-        name = str(order.kernels)
-        try:
-            data = order.kernels.read_bytes()
-        except OSError as error:
-            raise BundleError(f"--kernels: {name} cannot be read: {error.strerror}") from error
+        return kernels.image(KERNELS, say), str(KERNELS)
+    name = str(order.kernels)
+    try:
+        return order.kernels.read_bytes(), name
+    except OSError as error:
+        raise BundleError(f"--kernels: {name} cannot be read: {error.strerror}") from error
+
+
+def _cuda_echo(order: Order, say: Say) -> Parts:
+    data, name = _kernels(order, say)
     return Parts(
         "cuda-echo",
         _vocab_size(order),
@@ -112,13 +116,17 @@ def _smollm2(order: Order, say: Say) -> Parts:
 
 
 def _smollm2_torch(order: Order, say: Say) -> Parts:
-    """PyTorch brings its own kernels: what it was built for is what the bundle is for."""
+    """PyTorch brings the model's kernels: what it was built for is what the bundle is for. On a GPU
+    the slots want this project's too."""
     try:
         import torch
     except ImportError as error:
         raise BundleError(f"{error}: {model.TORCH_REMEDY}") from error
     targets = tuple(name for name in torch.cuda.get_arch_list() if is_target(name))
-    return _small_model(order, say, (CPU, *targets), (f"torch=={torch.__version__}",))
+    parts = _small_model(order, say, (CPU, *targets), (f"torch=={torch.__version__}",))
+    if not targets and order.kernels is None:
+        return parts
+    return replace(parts, kernels=_kernels(order, say)[0])
 
 
 def _small_model(order: Order, say: Say, targets: tuple[str, ...], needs: tuple[str, ...]) -> Parts:
@@ -159,7 +167,7 @@ RECIPES: Mapping[str, Callable[[Order, Say], Parts]] = {
 """The runtimes that can be packed. A new one needs a line here, and to take its files from what
 `--bundle` names."""
 
-_WITH_KERNELS = ("cuda-echo",)
+_WITH_KERNELS = ("cuda-echo", "smollm2-torch")
 _WITH_WEIGHTS = ("smollm2", "smollm2-torch")
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -250,6 +250,26 @@ def test_the_targets_of_kernels_are_read_from_them(tmp_path: Path) -> None:
     image.write_bytes(b"x")
     with pytest.raises(Exception, match=r"k\.fatbin is no fatbin"):
         build(order(runtime="cuda-echo", kernels=image), tmp_path / "c", quiet)
+
+
+@pytest.mark.parametrize(("built_for", "packed"), [(["sm_90"], True), ([], False)])
+def test_a_pytorch_for_gpus_is_packed_with_the_kernels_of_its_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built_for: list[str], packed: bool
+) -> None:
+    torch: Any = ModuleType("torch")
+    torch.cuda = SimpleNamespace(get_arch_list=lambda: built_for)
+    torch.__version__ = "1.0"
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(
+        pack, "_small_model", lambda order, say, targets, needs: Parts("m", 9, targets=targets)
+    )
+    monkeypatch.setattr(kernels, "image", lambda ready, say: IMAGE)
+    made = build(order(runtime="smollm2-torch"), tmp_path / "b", quiet)
+    assert made.contents.targets == ("cpu", *built_for)
+    assert (made.kernels is not None) == packed
+    if packed:
+        assert made.kernels is not None
+        assert made.kernels.read_bytes() == IMAGE
 
 
 # Kernels that lie ready, or are compiled.

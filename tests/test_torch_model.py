@@ -799,12 +799,16 @@ def test_captured_steps_answer_on_a_gpu() -> None:
 def test_the_command_passes_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        smollm2_torch, "main", lambda *given, cache_dir: seen.append((*given[:4], cache_dir))
+        smollm2_torch,
+        "main",
+        lambda *given, cache_dir, partition, kernels: seen.append(
+            (*given[:4], cache_dir, partition, kernels.name)
+        ),
     )
     state = tmp_path / "state"
     settings = ["--socket=/a.sock", "--slots=3", f"--state-dir={state}"]
     assert main(["runtime", "smollm2-torch", *settings]) == 0
-    assert seen == [(Path("/a.sock"), 3, 1024, 512, state)]
+    assert seen == [(Path("/a.sock"), 3, 1024, 512, state, "default", "kernels.fatbin")]
 
 
 def test_a_missing_pytorch_is_named_with_its_remedy(

@@ -3,8 +3,10 @@
 Nothing of a runtime is imported before it is to run: PyTorch and CuPy take seconds.
 """
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dataplane.config import BY_NAME, flag_values, state_dir_of, with_defaults
@@ -67,14 +69,9 @@ def _echo(flags: Flags, say: Say) -> int:
 
 def _cuda_echo(flags: Flags, say: Say) -> int:
     values = _settings(flags, "cuda-echo", _CUDA_FLAGS)
-    from dataplane.runtime.cuda import KERNELS, CupyGpu
+    from dataplane.runtime.cuda import CupyGpu
     from dataplane.runtime.cuda_echo import main as cuda_echo
 
-    kernels = KERNELS
-    if values["bundle"] is not None:
-        from dataplane.bundle import read
-
-        kernels = read(values["bundle"]).kernels or kernels
     return cuda_echo(
         values["socket"],
         values["slots"],
@@ -82,29 +79,40 @@ def _cuda_echo(flags: Flags, say: Say) -> int:
         values["max_output"],
         values["vocab_size"],
         say,
-        CupyGpu(kernels=kernels),
+        CupyGpu(kernels=_kernels(values)),
         values["admission"],
         partition=values["partition"],
     )
 
 
+def _kernels(values: Mapping[str, Any]) -> Path:
+    """Return the image of this project's kernels: the bundle's, or this installation's."""
+    from dataplane.runtime.cuda import KERNELS
+
+    if values["bundle"] is None:
+        return KERNELS
+    from dataplane.bundle import read
+
+    return read(values["bundle"]).kernels or KERNELS
+
+
 def _smollm2(flags: Flags, say: Say) -> int:
     from dataplane.runtime.smollm2 import main as smollm2
 
-    return _run_model(flags, say, "smollm2", smollm2)
+    return _run_model(_settings(flags, "smollm2", _MODEL_FLAGS), say, smollm2)
 
 
 def _smollm2_torch(flags: Flags, say: Say) -> int:
+    values = _settings(flags, "smollm2-torch", _MODEL_FLAGS)
     try:
         from dataplane.runtime.smollm2_torch import main as smollm2_torch
     except ImportError as error:
         raise UsageError(f"{error}: pip install -e '.[smollm2,torch]'") from error
 
-    return _run_model(flags, say, "smollm2-torch", smollm2_torch)
+    return _run_model(values, say, functools.partial(smollm2_torch, kernels=_kernels(values)))
 
 
-def _run_model(flags: Flags, say: Say, runtime: str, run: Callable[..., object]) -> int:
-    values = _settings(flags, runtime, _MODEL_FLAGS)
+def _run_model(values: Mapping[str, Any], say: Say, run: Callable[..., object]) -> int:
     state_dir = values["state_dir"] or state_dir_of(None, os.environ)
     from dataplane.identity import make_state_dir
 

@@ -45,7 +45,7 @@ from dataplane.runtime import (
     gguf_weights,
     smollm2,
 )
-from dataplane.runtime.cuda import CupyGpu, Gpu
+from dataplane.runtime.cuda import KERNELS, CupyGpu, Gpu
 from dataplane.runtime.cuda_engine import CudaEngineRuntime
 from dataplane.runtime.gguf_weights import Shape, Weights
 from dataplane.runtime.sampling import COLDEST, Choice, Draws, choose
@@ -396,6 +396,7 @@ def main(
     cache_dir: Path,
     partition: str = DEFAULT_PARTITION,
     gpu: Gpu | None = None,
+    kernels: Path = KERNELS,
 ) -> int:
     """Load the model, attach, and serve until the daemon is gone; the exit status.
 
@@ -405,6 +406,7 @@ def main(
 
     Args:
         gpu: The device that has the slots' words, where it is another.
+        kernels: The image of the kernels that act on those, for the first GPU.
 
     Raises:
         CudaError: PyTorch sees a GPU that CuPy or the kernels cannot use; the text says what to do.
@@ -413,7 +415,7 @@ def main(
     tokenizer = model.tokenizer_json(files, cache_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if gpu is None and device.type == "cuda":
-        gpu = CupyGpu()  # before the model: what is missing is said at once
+        gpu = CupyGpu(kernels=kernels)  # before the model: what is missing is said at once
     torch.set_num_threads(1)
     say(f"loading {model.NAME} for {slots} slots of {context} + {max_output} ids on {device}")
     batcher = load(files, slots, context + max_output, device)
