@@ -22,9 +22,10 @@ from dataplane._native import ffi, lib
 from dataplane.client import connect
 from dataplane.device_table import DeviceTable
 from dataplane.errors import DataplaneError
+from dataplane.manifest import Manifest
 from dataplane.prompt1 import Request
 from dataplane.region import Region
-from dataplane.runtime import cuda
+from dataplane.runtime import DetachedError, Finish, cuda, cuda_engine
 from dataplane.runtime.cuda_alone import alone
 from dataplane.runtime.cuda_echo import main as cuda_echo
 
@@ -152,9 +153,14 @@ def check_abandoned(gpu: cuda.Gpu) -> str:
         return f"refused after {took * 1000:.0f} ms"
 
 
-def check_echo(gpu: cuda.Gpu) -> str:
-    """`cuda-echo` answers through a daemon, the first request as the later ones, and the device's
-    free memory stays what it was when it was ready."""
+Runtime = Callable[[Path, int, int, int, int, Callable[[str], None], cuda.Gpu], object]
+"""Serves on a socket, with slots, context, max_output and vocabulary as told; says when it is
+ready; ends with its daemon."""
+
+
+def _through_a_daemon(gpu: cuda.Gpu, runtime: Runtime) -> str:
+    """Have an echo runtime answer, the first request as the later ones; the device's free memory
+    has to stay what it was when it was ready."""
     free: list[int] = []
     took: list[float] = []
 
@@ -177,9 +183,9 @@ def check_echo(gpu: cuda.Gpu) -> str:
             ready.set()
 
         arguments = (daemon.socket, 4, 64, 16, 50_000, say, gpu)
-        thread = threading.Thread(target=cuda_echo, args=arguments)
+        thread = threading.Thread(target=runtime, args=arguments)
         thread.start()
-        assert ready.wait(30), "cuda-echo was not ready"
+        assert ready.wait(30), "the runtime was not ready"
         daemon.wait_for_status("ok")
         run(ask(daemon.address, daemon.ca))
         free.append(gpu.free_memory())
@@ -190,6 +196,43 @@ def check_echo(gpu: cuda.Gpu) -> str:
     return f"first {took[0] * 1e6:.0f} us, later {rest * 1e6:.0f} us, memory constant"
 
 
+def check_echo(gpu: cuda.Gpu) -> str:
+    """`cuda-echo` answers through a daemon."""
+    return _through_a_daemon(gpu, cuda_echo)
+
+
+def _engine(
+    socket: Path,
+    slots: int,
+    context: int,
+    max_output: int,
+    vocab_size: int,
+    say: Callable[[str], None],
+    gpu: cuda.Gpu,
+) -> None:
+    """Echo from Python, a launch a turn."""
+    manifest = Manifest(
+        model="engine", table="device", slots=slots, context=context, max_output=max_output,
+        vocab_size=vocab_size,
+    )  # fmt: skip
+    with (
+        contextlib.suppress(DetachedError),
+        cuda_engine.attach(socket, manifest, gpu=gpu) as runtime,
+    ):
+        runtime.ready()
+        say("ready")
+        while True:
+            for request in runtime.take(0.1):
+                request.emit(request.tokens)
+                request.finish(Finish.STOP)
+            runtime.step()
+
+
+def check_engine(gpu: cuda.Gpu) -> str:
+    """An engine of the host's answers through a daemon."""
+    return _through_a_daemon(gpu, _engine)
+
+
 CHECKS: dict[str, Check] = {
     "region": check_region,
     "admission by tick": check_tick,
@@ -197,6 +240,7 @@ CHECKS: dict[str, Check] = {
     "stop and relaunch": check_stop,
     "abandoned claim": check_abandoned,
     "cuda-echo": check_echo,
+    "engine of the host's": check_engine,
 }
 
 
