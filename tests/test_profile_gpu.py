@@ -173,7 +173,8 @@ def test_every_kernel_does_its_work_while_it_is_timed(library: Library) -> None:
     gpu = TimedGpu(library)
     found = profile_gpu.measure(gpu, slots=4, tokens=32, runs=2)
     assert [row.kernel for row in found] == [
-        "dp_admission_tick", "dp_admission_tick", "dp_admission_resident", "dp_echo",
+        "dp_admission_tick", "dp_admission_tick", "dp_admission_resident", "dp_engine_turn",
+        "dp_echo",
     ]  # fmt: skip
     assert all(row.us > 0 and row.gb_per_s > 0 for row in found)
     assert found[1].each_us == pytest.approx(found[1].us / 4, abs=0.01)

@@ -24,18 +24,20 @@ from rich.console import Console
 from rich.table import Table
 
 from dataplane import kernel_resources
-from dataplane._native import lib
+from dataplane._native import ffi, lib
 from dataplane.device_table import DeviceTable
 from dataplane.errors import DataplaneError
-from dataplane.runtime import cuda_echo
+from dataplane.runtime import Finish, cuda_echo
 from dataplane.runtime.cuda import KERNELS, CudaRuntime, CupyGpu
 from dataplane.runtime.cuda_alone import Busy, alone, busy_work, claim_all, ticking
 from dataplane.runtime.cuda_device import RESIDENT, TICK, MeasuredGpu, Resources, Stream
+from dataplane.runtime.cuda_engine import TURN
 
 SLOTS, TOKENS = 64, 4096
 RUNS = 20
 _ECHO = "dp_echo"
-_THREADS = {TICK: 1, RESIDENT: 1, _ECHO: 128}  # as launched here: a thread a listener
+# As launched here: a thread a listener, a thread a slot.
+_THREADS = {TICK: 1, RESIDENT: 1, TURN: 64, _ECHO: 128}
 _POLLS = 20_000
 _NO_NAP = 0
 _LINE = 64
@@ -185,6 +187,16 @@ class _Bench:
         )
         return held
 
+    def publish_all(self) -> list[int]:
+        """Claim every slot and publish a prompt in it; the generations."""
+        held, body = self.claim_all(), b"\1\0\0\0" * self.tokens
+        for slot, generation in enumerate(held):
+            when = self.table.submit(slot, generation, body, 0, len(body))
+            if when < 0:
+                raise DataplaneError(f"publishing a prompt was answered with {when}")
+        self.tick_and_wait()
+        return held
+
     def let_go_all(self, held: list[int]) -> None:
         for slot, generation in enumerate(held):
             self.table.let_go(slot, generation)
@@ -218,6 +230,8 @@ def measure(
             # A command is two lines of the ring and two words that tell what became of it.
             (TICK, f"lets {slots} slots go", _letting_go(bench), slots, slots * 2 * _LINE),
             (RESIDENT, f"looks {_POLLS:,} times", _looking(bench), _POLLS, _POLLS * _LINE),
+            # Of a slot, its part of the turn, its word, its mirror and when it was taken.
+            (TURN, f"takes {slots} requests", _taking(bench), slots, slots * (_LINE + 3 * 8)),
             (_ECHO, f"{slots} prompts of {tokens:,} ids, read and given back", _echoing(bench), 1,
              slots * tokens * 8),
         ):  # fmt: skip
@@ -243,16 +257,52 @@ def _letting_go(bench: _Bench) -> Callable[[], float]:
     return take
 
 
-def _echoing(bench: _Bench) -> Callable[[], float]:
-    body = b"\1\0\0\0" * bench.tokens
+class _Turn:
+    """The paper of a turn (`native/gpu/turn.h`), here in the device's memory."""
+
+    def __init__(self, bench: _Bench) -> None:
+        self._bench = bench
+        size = lib.dp_turn_bytes(bench.runtime.runtime.region.native, 0)
+        self._address = bench.runtime.allocate(size)
+        self._image = ffi.new("char[]", size)
+        self._paper = ffi.cast("struct dp_turn *", self._image)
+
+    def write(self, finish: list[int]) -> None:
+        """Ask for the end of the requests of these generations; for what is READY without."""
+        self._paper.take = not finish
+        for slot in range(self._bench.slots):
+            part = lib.dp_turn_at(self._paper, slot)
+            part.held = bool(finish)
+            part.generation = finish[slot] if finish else 0
+            part.reason = int(Finish.STOP)
+        self._bench.gpu.upload(self._address, bytes(ffi.buffer(self._image)))
+
+    def launch(self) -> None:
+        self._bench.stream.launch(
+            TURN, 1, _THREADS[TURN], self._bench.runtime.device, self._address
+        )
+
+
+def _taking(bench: _Bench) -> Callable[[], float]:
+    turn = _Turn(bench)
 
     def take() -> float:
-        held = bench.claim_all()
-        for slot, generation in enumerate(held):
-            when = bench.table.submit(slot, generation, body, 0, len(body))
-            if when < 0:
-                raise DataplaneError(f"publishing a prompt was answered with {when}")
+        held = bench.publish_all()
+        turn.write([])
+        us = bench.time(turn.launch)
+        turn.write(held)
+        turn.launch()
+        bench.stream.wait()
+        bench.let_go_all(held)
         bench.tick_and_wait()
+        return us
+
+    return take
+
+
+def _echoing(bench: _Bench) -> Callable[[], float]:
+    def take() -> float:
+        held = bench.publish_all()
         us = bench.time(bench.echo)
         bench.let_go_all(held)
         bench.tick_and_wait()
