@@ -18,7 +18,7 @@ import pytest
 from conftest import StartDaemon
 from daemon_process import DaemonProcess, command, first_line, run, wait_until
 
-from dataplane.client import Answer, ResetError, connect
+from dataplane.client import Answer, Client, ResetError, connect
 from dataplane.errors import ResetCode
 
 PROMPT = [40_000, 7, 0, 49_999]
@@ -123,7 +123,7 @@ def test_a_stuck_device_gives_503_within_a_second(bare: DaemonProcess, library: 
             start = time.monotonic()
             waiting = [asyncio.ensure_future(client.submit(PROMPT)) for _ in range(6)]
             refused = await asyncio.gather(*waiting)
-            # ANSWER_MS, which test_gpu_table holds to less than a second, and what a busy machine adds.
+            # ANSWER_MS, which test_gpu_table holds to less than a second, and a busy machine's more.
             assert time.monotonic() - start < 3
             assert {answer.status for answer in refused} == {503}
             assert "does not answer" in refused[0].reason
@@ -147,15 +147,18 @@ def test_a_stuck_kernel_of_the_model_ends_the_attachment(
 ) -> None:
     """Admission goes on beside it, so that requests are taken until the missing steps are seen."""
 
+    async def until_reset(client: Client) -> None:
+        for _ in range(50):  # a launch from before is still there and serves some
+            answer = await client.submit(PROMPT)
+            assert answer.status == 200
+            await answer.result()
+
     async def ask() -> None:
         async with connect(bare.address, bare.ca) as client:
             assert (await (await client.submit(PROMPT)).result()).status == 200
             await asyncio.to_thread(_hang, runtime)
             with pytest.raises(ResetError) as caught:
-                for _ in range(50):  # the launch before that is still there serves some
-                    answer = await client.submit(PROMPT)
-                    assert answer.status == 200
-                    await answer.result()
+                await until_reset(client)
             assert caught.value.code == ResetCode.RUNTIME_LOST
             assert (await client.submit(PROMPT)).status == 503
 
