@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -182,27 +182,77 @@ def compiler() -> str:
 
 def build(program: str, kind: Kind, to: Path, mutant: str | None = None) -> Path:
     """Compile a program with the sources under test, or with a mutant in place of `slots.c`."""
-    binary = to / f"{program}-{kind.name.split()[0]}-{mutant or 'original'}"
-    names = SOURCES.get(program, _SLOTS)
-    others = [NATIVE / f"{name}.c" for name in names if not (mutant and name == "slots")]
-    if mutant:
-        others.append(PROGRAMS / "mutants.c")
-    sources = [PROGRAMS / f"{program}.c", *others]
-    command = [compiler(), *COMMON, *kind.flags, f"-I{NATIVE}", "-o", str(binary)]
-    if mutant:
-        # Not every mutant uses every way to be wrong; and a wake-up that is lost is lost at once.
-        command += ["-DMUTANT", f"-DMUTANT_{mutant}", "-Wno-unused-function", "-DLOST_MS=1000"]
-    command += [*map(str, sources), "-lcrypto"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{program} does not compile:\n{done.stderr}")
+    (binary,) = build_all([(program, kind, mutant)], to)
     return binary
 
 
 def build_all(wanted: Iterable[tuple[str, Kind, str | None]], to: Path) -> list[Path]:
-    """Compile several programs, on every processor."""
+    """Compile several programs, on every processor: a source that some share but once a kind.
+
+    What lies in `to` already is taken as it is: use a folder that is new.
+    """
+    every = list(wanted)
+    # The programs' own are the longest, so they go first.
+    units = sorted(
+        {unit for one in every for unit in _units(*one)}, key=lambda unit: unit.source, reverse=True
+    )
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda one: build(one[0], one[1], to, one[2]), wanted))
+        objects = dict(zip(units, pool.map(lambda unit: _object(unit, to), units), strict=True))
+        return list(
+            pool.map(lambda one: _link(*one, [objects[unit] for unit in _units(*one)], to), every)
+        )
+
+
+class _Unit(NamedTuple):
+    """A source, and the flags that it is compiled with."""
+
+    source: Path
+    kind: Kind
+    mutant: str | None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        if not self.mutant:
+            return (*COMMON, *self.kind.flags)
+        # Not every mutant uses every way to be wrong; and a wake-up that is lost is lost at once.
+        mutant = ("-DMUTANT", f"-DMUTANT_{self.mutant}", "-Wno-unused-function", "-DLOST_MS=1000")
+        return (*COMMON, *self.kind.flags, *mutant)
+
+
+def _units(program: str, kind: Kind, mutant: str | None) -> list[_Unit]:
+    """What a program is linked from. Only itself and the mutant know of mutants."""
+    names = SOURCES.get(program, _SLOTS)
+    shared = [NATIVE / f"{name}.c" for name in names if not (mutant and name == "slots")]
+    own = [PROGRAMS / f"{program}.c", *([PROGRAMS / "mutants.c"] if mutant else [])]
+    return [
+        *(_Unit(source, kind, mutant) for source in own),
+        *(_Unit(source, kind, None) for source in shared),
+    ]
+
+
+def _object(unit: _Unit, to: Path) -> Path:
+    """Compile a source, unless that was done."""
+    path = "-".join(unit.source.relative_to(ROOT).with_suffix("").parts)
+    made = to / f"{path}-{unit.kind.name.split()[0]}-{unit.mutant or 'original'}.o"
+    if not made.exists():
+        part = made.with_suffix(".part")
+        command = [compiler(), *unit.flags, f"-I{NATIVE}", "-c", str(unit.source), "-o", str(part)]
+        _compile(unit.source.name, command)
+        part.rename(made)
+    return made
+
+
+def _link(program: str, kind: Kind, mutant: str | None, objects: Sequence[Path], to: Path) -> Path:
+    binary = to / f"{program}-{kind.name.split()[0]}-{mutant or 'original'}"
+    command = [compiler(), *COMMON, *kind.flags, "-o", str(binary), *map(str, objects), "-lcrypto"]
+    _compile(program, command)
+    return binary
+
+
+def _compile(what: str, command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{what} does not compile:\n{done.stderr}")
 
 
 def run(binary: Path, run_of: Run, seed: int = 1) -> subprocess.CompletedProcess[str]:

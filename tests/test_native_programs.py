@@ -5,7 +5,7 @@ from pathlib import Path
 
 import native_programs
 import pytest
-from native_programs import MUTANTS, PLAIN, PROGRAMS, Run, build, run
+from native_programs import MUTANTS, PLAIN, PROGRAMS, Run, build, build_all, run
 
 pytestmark = pytest.mark.skipif(
     shutil.which(native_programs.compiler()) is None, reason="no C compiler here"
@@ -39,16 +39,29 @@ QUICK = (
 )
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the programs are built, for each to take the others' objects."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def built(folder: Path) -> dict[str, Path]:
+    programs = [quick.program for quick in QUICK]
+    binaries = build_all([(program, PLAIN, None) for program in programs], folder)
+    return dict(zip(programs, binaries, strict=True))
+
+
 @pytest.mark.parametrize("quick", QUICK, ids=[one.program for one in QUICK])
-def test_program_sees_only_what_is_allowed(quick: Run, tmp_path: Path) -> None:
-    done = run(build(quick.program, PLAIN, tmp_path), quick, seed=11)
+def test_program_sees_only_what_is_allowed(quick: Run, built: dict[str, Path]) -> None:
+    done = run(built[quick.program], quick, seed=11)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
 
 
-def test_program_notices_a_mistake(tmp_path: Path) -> None:
+def test_program_notices_a_mistake(folder: Path) -> None:
     torn = next(mutant for mutant in MUTANTS if mutant.name == "TORN_CLAIM")
-    done = run(build("races", PLAIN, tmp_path, torn.name), torn.run)
+    done = run(build("races", PLAIN, folder, torn.name), torn.run)
     assert done.returncode == 1
     assert "FAILED: claim/claim, one slot: round" in done.stderr
 
