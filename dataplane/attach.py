@@ -28,6 +28,10 @@ from dataplane.region import create_region, region_bytes
 _log = logging.getLogger("dataplane.attach")
 
 HANDSHAKE_S = 5.0
+LOOK_S = HEARTBEAT_MS / 2000
+"""How often the pulse is looked at. At first at once, then after twice as long each time: a runtime
+that is quick to load is ready soon, and one that is slow costs little."""
+_LOOK_FIRST_S = 0.005
 INLINE_BYTES = 32 << 20
 
 
@@ -191,9 +195,11 @@ class AttachServer:
         loop = asyncio.get_running_loop()
         closed = loop.create_future()
         loop.add_reader(connection, settle, closed)
+        look_s = _LOOK_FIRST_S
         try:
             while place.current is attachment:
-                await asyncio.wait([closed], timeout=HEARTBEAT_MS / 2000)
+                await asyncio.wait([closed], timeout=look_s)
+                look_s = min(2 * look_s, LOOK_S)
                 if place.current is not attachment:
                     break
                 why = attachment.examine(time.monotonic())
