@@ -78,6 +78,7 @@ $(BUILT): $(SOURCES)
 	@echo "Installing dataplane and what it needs: wheels of about 150 MB are downloaded the first"
 	@echo "time, and the C module is compiled. This takes a minute or two ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,smollm2]'
+	@$(BIN)/python -m compileall -q dataplane
 	@touch $@
 	@echo "Built. The command is $(BIN)/dataplane."
 

@@ -1,11 +1,12 @@
 """Fixtures that several test files share: daemons as processes of their own, on either engine.
 
-Daemons run on the packet pump. The files that are marked `both_engines` run on the reference too,
+Daemons run on the packet pump. The tests that are marked `both_engines` run on the reference too,
 aioquic alone, and `--engine=aioquic` runs all that start daemons on it (`make test-reference`), but
 what is marked `pump_only`.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from dataplane.client import connect
 from dataplane.load import Load
 
 StartDaemon = Callable[..., DaemonProcess]
+
+# NumPy's linear algebra, which nothing here needs, starts a thread a processor in each process.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
