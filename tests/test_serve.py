@@ -16,7 +16,8 @@ from daemon_process import DaemonProcess, daemon_process, run
 from dataplane.client import Answer, Client, connect
 from dataplane.prompt1 import Request, encode_request
 
-pytestmark = pytest.mark.both_engines
+# What asks the file's one daemon. The rest runs on the reference by `make test-reference`.
+both_engines = pytest.mark.both_engines
 
 CONTEXT, MAX_OUTPUT, VOCAB = 64, 32, 1000
 
@@ -88,6 +89,7 @@ async def answered(client: Client, data: bytes) -> Answer:
     return answer
 
 
+@both_engines
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_told_and_spares_the_connection(echo: DaemonProcess, name: str) -> None:
     data, reason = BAD[name]
@@ -105,6 +107,7 @@ def test_bad_input_is_told_and_spares_the_connection(echo: DaemonProcess, name: 
     echo.wait_idle()
 
 
+@both_engines
 def test_every_bad_input_at_once_spares_a_good_one_among_them(echo: DaemonProcess) -> None:
     async def session() -> None:
         async with connect(echo.address, echo.ca) as client:
@@ -118,6 +121,7 @@ def test_every_bad_input_at_once_spares_a_good_one_among_them(echo: DaemonProces
     echo.wait_idle()
 
 
+@both_engines
 def test_a_prompt_of_exactly_the_context_is_accepted(echo: DaemonProcess) -> None:
     async def session() -> None:
         async with connect(echo.address, echo.ca) as client:
@@ -131,6 +135,7 @@ def test_a_prompt_of_exactly_the_context_is_accepted(echo: DaemonProcess) -> Non
     run(session())
 
 
+@both_engines
 @pytest.mark.parametrize("step", [1, 7])
 def test_a_request_may_come_in_pieces(echo: DaemonProcess, step: int) -> None:
     async def session() -> None:
@@ -146,6 +151,7 @@ def test_a_request_may_come_in_pieces(echo: DaemonProcess, step: int) -> None:
     echo.wait_idle()
 
 
+@both_engines
 def test_a_body_that_stops_coming_times_out(echo: DaemonProcess) -> None:
     async def session() -> None:
         async with connect(echo.address, echo.ca) as client:
@@ -161,6 +167,7 @@ def test_a_body_that_stops_coming_times_out(echo: DaemonProcess) -> None:
     echo.wait_idle()
 
 
+@both_engines
 def test_a_connection_holds_at_most_half_of_the_slots_unwritten(echo: DaemonProcess) -> None:
     async def session() -> None:
         async with (
@@ -181,6 +188,7 @@ def test_a_connection_holds_at_most_half_of_the_slots_unwritten(echo: DaemonProc
     echo.wait_idle()
 
 
+@both_engines
 def test_the_verdict_says_what_the_contract_says(echo: DaemonProcess) -> None:
     async def session() -> None:
         async with connect(echo.address, echo.ca) as client:
