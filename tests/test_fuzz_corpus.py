@@ -14,7 +14,7 @@ needs_compiler = pytest.mark.skipif(
     shutil.which(native_programs.compiler()) is None, reason="no C compiler here"
 )
 
-QUICK = 20_000
+QUICK = 5_000
 LONG = 1_000_000
 
 each_target = pytest.mark.parametrize("name", TARGETS)
