@@ -4,6 +4,7 @@
 UBSan, then with each mistake that `gpu_mutants.h` sows, which has to be noticed.
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -94,14 +95,25 @@ def build_traffic(kind: Kind, to: Path, mutant: str | None = None) -> Path:
 
 
 def build_library(to: Path) -> Path:
-    """Compile the kernels, and CUDA's driver for them, into the library of `host_gpu.py`."""
+    """Compile the kernels, and CUDA's driver for them, into the library of `host_gpu.py`.
+
+    Once a process; what each has is a copy, and so has globals of its own.
+    """
     library = to / "libhostgpu.so"
-    _compile(
-        [cxx(), *_WARNINGS, "-O1", "-fPIC", "-shared", *_CUDA, "-include",
-         str(GPU / "host_cuda.h"), str(PROGRAMS / "gpu_host.cpp"), str(PROGRAMS / "gpu_driver.cpp"),
-         "-o", str(library)]
-    )  # fmt: skip
+    library.write_bytes(_library())
     return library
+
+
+@functools.cache
+def _library() -> bytes:
+    with tempfile.TemporaryDirectory(prefix="dataplane-gpu-") as folder:
+        made = Path(folder) / "libhostgpu.so"
+        _compile(
+            [cxx(), *_WARNINGS, "-O1", "-fPIC", "-shared", *_CUDA, "-include",
+             str(GPU / "host_cuda.h"), str(PROGRAMS / "gpu_host.cpp"),
+             str(PROGRAMS / "gpu_driver.cpp"), "-o", str(made)]
+        )  # fmt: skip
+        return made.read_bytes()
 
 
 def hunt(mutant: Mutant, binary: Path) -> str | None:

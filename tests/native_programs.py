@@ -87,6 +87,8 @@ class Kind(NamedTuple):
 
 
 PLAIN = Kind("plain", ("-O2",))
+# For the default suite, where compiling takes longer than what is run.
+QUICK = Kind("quick", ("-O1", "-g0"))
 # The compiler warns that ThreadSanitizer does not model fences; no data here hangs on one.
 TSAN = Kind("ThreadSanitizer", ("-O2", "-fsanitize=thread", "-Wno-tsan"))
 ASAN = Kind(

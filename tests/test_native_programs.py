@@ -5,13 +5,13 @@ from pathlib import Path
 
 import native_programs
 import pytest
-from native_programs import MUTANTS, PLAIN, PROGRAMS, Run, build, build_all, run
+from native_programs import MUTANTS, PROGRAMS, QUICK, Run, build, build_all, run
 
 pytestmark = pytest.mark.skipif(
     shutil.which(native_programs.compiler()) is None, reason="no C compiler here"
 )
 
-QUICK = (
+RUNS = (
     Run("races", 1_500),
     Run("wakes", 1_000),
     Run("traffic", 3_000),
@@ -47,12 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(folder: Path) -> dict[str, Path]:
-    programs = [quick.program for quick in QUICK]
-    binaries = build_all([(program, PLAIN, None) for program in programs], folder)
+    programs = [quick.program for quick in RUNS]
+    binaries = build_all([(program, QUICK, None) for program in programs], folder)
     return dict(zip(programs, binaries, strict=True))
 
 
-@pytest.mark.parametrize("quick", QUICK, ids=[one.program for one in QUICK])
+@pytest.mark.parametrize("quick", RUNS, ids=[one.program for one in RUNS])
 def test_program_sees_only_what_is_allowed(quick: Run, built: dict[str, Path]) -> None:
     done = run(built[quick.program], quick, seed=11)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,7 +61,7 @@ def test_program_sees_only_what_is_allowed(quick: Run, built: dict[str, Path]) -
 
 def test_program_notices_a_mistake(folder: Path) -> None:
     torn = next(mutant for mutant in MUTANTS if mutant.name == "TORN_CLAIM")
-    done = run(build("races", PLAIN, folder, torn.name), torn.run)
+    done = run(build("races", QUICK, folder, torn.name), torn.run)
     assert done.returncode == 1
     assert "FAILED: claim/claim, one slot: round" in done.stderr
 

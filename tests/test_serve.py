@@ -33,7 +33,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory, daemon_engine: str) -> Iterat
         f"--context={CONTEXT}",
         f"--max-output={MAX_OUTPUT}",
         f"--vocab-size={VOCAB}",
-        "--body-timeout=2",
+        "--body-timeout=1",
     ) as daemon:
         yield daemon
 

@@ -94,7 +94,7 @@ def test_an_answer_that_nobody_takes_is_reset_and_its_slot_is_long_free(
     daemon: StartDaemon,
 ) -> None:
     process = daemon("--runtime=echo", "--slots=2", "--context=8192", "--max-output=8192",
-                     "--idle-timeout=2")  # fmt: skip
+                     "--idle-timeout=1")  # fmt: skip
     with miser(process) as client:
         stream_id = client.ask(8192)
         running = client.events()
