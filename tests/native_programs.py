@@ -200,9 +200,10 @@ def build_all(wanted: Iterable[tuple[str, Kind, str | None]], to: Path) -> list[
     )
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = dict(zip(units, pool.map(lambda unit: _object(unit, to), units), strict=True))
-        return list(
-            pool.map(lambda one: _link(*one, [objects[unit] for unit in _units(*one)], to), every)
-        )
+        links = [
+            pool.submit(_link, *one, [objects[unit] for unit in _units(*one)], to) for one in every
+        ]
+        return [link.result() for link in links]
 
 
 class _Unit(NamedTuple):

@@ -550,7 +550,7 @@ def test_a_runtime_takes_the_bundles_files(
     }  # fmt: skip
     files = model.locate()
     assert files == ModelFiles(made.directory / "tiny.gguf", Path("/engine.so"))
-    assert model.tokenizer_json(files, tmp_path / "cache") == made.tokenizer
+    assert model.tokenizer_json(files.gguf, tmp_path / "cache") == made.tokenizer
     assert not (tmp_path / "cache").exists()
 
 

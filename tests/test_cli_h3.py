@@ -303,7 +303,7 @@ def test_the_models_own_tokeniser_comes_from_the_daemon(
     """Its document is 1.7 MB long, and gives the same ids there and here."""
     from dataplane import model
 
-    document = model.tokenizer_json(model.locate(), tmp_path)
+    document = model.tokenizer_json(model.locate_weights(), tmp_path)
     prompt = "What is the capital of France? \u2713"
     with attached(bare_daemon, document, model.CHAT_TEMPLATE, vocab_size=49_152) as runtime:
         for protocol in ("raw", "h3"):

@@ -1,5 +1,6 @@
 """`dataplane doctor`: what is there, what is not, and a remedy for each lack."""
 
+import importlib.metadata
 import json
 import resource
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from fake_nvml import CARD, GIB, INSTANCE, OTHER_CARD, FakeNvml, card
 from test_fatbin import WHOLE
 
-from dataplane import doctor, gpus
+from dataplane import doctor, gpus, model
 from dataplane.doctor import ABSENT, MISSING, OK, Finding, Report, examine, memlock, ranges
 
 
@@ -171,6 +172,41 @@ def test_the_kernels_and_their_targets_are_told(
     assert named(report(), "kernels").found == "sm_80, sm_100, compute_80 (PTX)"
     path.write_bytes(b"x")
     assert named(report(), "kernels").found == f"{path} is no fatbin"
+
+
+@pytest.mark.parametrize(
+    ("installed", "weights", "found", "remedy"),
+    [
+        ((), True, "not installed; smollm2-torch needs it", "pip install -e '.[torch]'"),
+        (("torch",), True, "2.13, for smollm2-torch, but gguf is not installed", "pip install -e"),
+        (("torch", "gguf"), False, "but the model SmolLM2-135M-Instruct is not", "model install"),
+        (("torch", "gguf"), True, "2.13, for smollm2-torch", None),
+    ],
+)
+def test_what_smollm2_torch_lacks_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: tuple[str, ...],
+    weights: bool,
+    found: str,
+    remedy: str | None,
+) -> None:
+    def version(package: str) -> str:
+        if package in installed:
+            return "2.13"
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    def directory(module: str) -> Path | None:
+        return tmp_path if module == model.WEIGHTS_MODULE and weights else None
+
+    (tmp_path / model.GGUF_NAME).touch()
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(model, "_package_dir", directory)
+    torch = named(report(), "torch")
+    assert found in torch.found
+    assert torch.state == (ABSENT if remedy else OK)
+    assert (remedy is None) == (torch.remedy is None)
+    assert (remedy or "") in (torch.remedy or "")
 
 
 def test_the_json_holds_the_same_and_the_devices() -> None:

@@ -69,10 +69,10 @@ def _vocabulary(
     ]
 
 
-def _files(directory: Path, content: bytes) -> ModelFiles:
+def _weights(directory: Path, content: bytes) -> Path:
     path = directory / "mini.gguf"
     path.write_bytes(content)
-    return ModelFiles(gguf=path, library=directory / "none.so")
+    return path
 
 
 # ---------------------------------------------------------------- constants
@@ -221,17 +221,17 @@ def test_weights_that_are_not_the_known_ones_are_fetched_anew(
 
 
 def test_only_wanted_keys_are_read(tmp_path: Path) -> None:
-    files = _files(tmp_path, _gguf(*_vocabulary()))
-    found = model.read_metadata(files.gguf, ["llama.block_count", "general.languages", "absent"])
+    weights = _weights(tmp_path, _gguf(*_vocabulary()))
+    found = model.read_metadata(weights, ["llama.block_count", "general.languages", "absent"])
     assert found == {"llama.block_count": 30, "general.languages": [b"en", b"de"]}
 
 
 def test_a_file_cut_anywhere_is_an_error_in_words(tmp_path: Path) -> None:
     whole = _gguf(*_vocabulary())
     for size in range(len(whole)):
-        files = _files(tmp_path, whole[:size])
+        weights = _weights(tmp_path, whole[:size])
         with pytest.raises(GgufError, match=r"mini\.gguf .*`dataplane model install`"):
-            model.tokenizer_json(files, tmp_path / "cache")
+            model.tokenizer_json(weights, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
@@ -255,9 +255,9 @@ def test_a_file_cut_anywhere_is_an_error_in_words(tmp_path: Path) -> None:
 def test_damage_is_an_error_in_words(
     tmp_path: Path, content: bytes, reason: str, wanted: list[str]
 ) -> None:
-    files = _files(tmp_path, content)
+    weights = _weights(tmp_path, content)
     with pytest.raises(GgufError, match=reason):
-        model.read_metadata(files.gguf, wanted)
+        model.read_metadata(weights, wanted)
 
 
 @pytest.mark.parametrize(
@@ -289,17 +289,17 @@ def test_damage_is_an_error_in_words(
 def test_a_vocabulary_that_contradicts_itself_is_refused(
     tmp_path: Path, entries: list[bytes], reason: str
 ) -> None:
-    files = _files(tmp_path, _gguf(*entries))
+    weights = _weights(tmp_path, _gguf(*entries))
     with pytest.raises(GgufError, match=reason):
-        model.tokenizer_json(files, tmp_path / "cache")
+        model.tokenizer_json(weights, tmp_path / "cache")
 
 
 def test_a_file_that_is_not_there_is_an_error_in_words(tmp_path: Path) -> None:
-    files = ModelFiles(tmp_path / "absent.gguf", tmp_path / "absent.so")
+    weights = tmp_path / "absent.gguf"
     with pytest.raises(ModelError, match=r"absent\.gguf cannot be read"):
-        model.tokenizer_json(files, tmp_path)
+        model.tokenizer_json(weights, tmp_path)
     with pytest.raises(ModelError, match=r"absent\.gguf cannot be read"):
-        model.read_metadata(files.gguf, [])
+        model.read_metadata(weights, [])
 
 
 # ---------------------------------------------------------------- tokenizer.json
@@ -307,22 +307,22 @@ def test_a_file_that_is_not_there_is_an_error_in_words(tmp_path: Path) -> None:
 
 def test_tokenizer_json_is_built_once_and_anew_for_other_weights(tmp_path: Path) -> None:
     cache = tmp_path / "state" / "models"
-    first = model.tokenizer_json(_files(tmp_path, _gguf(*_vocabulary())), cache)
+    first = model.tokenizer_json(_weights(tmp_path, _gguf(*_vocabulary())), cache)
     built = json.loads(first.read_bytes())
     assert built["model"]["vocab"] == {"<|end|>": 0, "a": 1, "b": 2, "ab": 3, "Ġ": 4}
     assert built["model"]["merges"] == [["a", "b"]]
     assert [(token["id"], token["special"]) for token in built["added_tokens"]] == [(0, True)]
     first.write_bytes(b"kept")
-    again = model.tokenizer_json(_files(tmp_path, _gguf(*_vocabulary())), cache)
+    again = model.tokenizer_json(_weights(tmp_path, _gguf(*_vocabulary())), cache)
     assert again == first
     assert again.read_bytes() == b"kept"
-    other = model.tokenizer_json(_files(tmp_path, _gguf(*_vocabulary(merges=[]))), cache)
+    other = model.tokenizer_json(_weights(tmp_path, _gguf(*_vocabulary(merges=[]))), cache)
     assert other != first
     assert sorted(cache.iterdir()) == sorted([first, other])
 
 
 def test_a_failed_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    files = _files(tmp_path, _gguf(*_vocabulary()))
+    weights = _weights(tmp_path, _gguf(*_vocabulary()))
     cache = tmp_path / "cache"
 
     def fail(*_: object) -> None:
@@ -330,14 +330,14 @@ def test_a_failed_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(ModelError, match=r"cannot be written: No space left"):
-        model.tokenizer_json(files, cache)
+        model.tokenizer_json(weights, cache)
     assert list(cache.iterdir()) == []
 
 
 @_needs_model
 def test_the_real_vocabulary_is_whole(tmp_path: Path) -> None:
     assert FILES is not None
-    document = json.loads(model.tokenizer_json(FILES, tmp_path).read_bytes())
+    document = json.loads(model.tokenizer_json(FILES.gguf, tmp_path).read_bytes())
     assert len(document["model"]["vocab"]) == 49152
     assert document["model"]["vocab"]["<|im_end|>"] == 2
     assert len(document["added_tokens"]) == 17

@@ -338,7 +338,7 @@ def _answer(batcher: LlamaBatcher, slot: int = 0, count: int = 12, **how: Any) -
 
 @pytest.mark.model
 def test_the_capital_of_france(batcher: LlamaBatcher, files: ModelFiles, tmp_path: Path) -> None:
-    tokeniser = Tokenizer(model.tokenizer_json(files, tmp_path).read_bytes())
+    tokeniser = Tokenizer(model.tokenizer_json(files.gguf, tmp_path).read_bytes())
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     request = _Request(2, tokeniser.encode_chat(chat, model.CHAT_TEMPLATE), max_output=50)
     _Bench(request, batcher=batcher).until_done(request)

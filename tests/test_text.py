@@ -31,7 +31,7 @@ def files() -> ModelFiles:
 
 @pytest.fixture(scope="module")
 def real(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path = model.tokenizer_json(files, tmp_path_factory.mktemp("models"))
+    path = model.tokenizer_json(files.gguf, tmp_path_factory.mktemp("models"))
     return Tokenizer(path.read_bytes())
 
 

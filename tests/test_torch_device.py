@@ -19,8 +19,8 @@ from dataplane import model
 from dataplane.model import ModelError
 from dataplane.runtime.cuda import CudaError
 
-pytest.importorskip("torch", reason="no PyTorch: pip install -e '.[smollm2,torch]'")
-pytest.importorskip("gguf", reason="no gguf: pip install -e '.[smollm2,torch]'")
+pytest.importorskip("torch", reason="no PyTorch: pip install -e '.[torch]'")
+pytest.importorskip("gguf", reason="no gguf: pip install -e '.[torch]'")
 
 from test_torch_model import _ask, _batcher
 
@@ -57,7 +57,7 @@ def test_a_small_network_answers_as_it_does_elsewhere(library: Library) -> None:
 @pytest.mark.slow
 def test_the_daemon_serves_the_real_model_on_it(tmp_path: Path, library: Library) -> None:
     try:
-        model.locate()
+        model.locate_weights()
     except ModelError as error:
         pytest.skip(f"no model: {error}")
     gpu, said, ended = HostGpu(library), list[str](), list[int]()

@@ -360,7 +360,7 @@ def _timed_step(torch: Any, slots: int = 8, per_slot: int = 2048) -> dict[str, A
     from dataplane.runtime import smollm2_torch
 
     device = torch.device("cuda")
-    batcher = smollm2_torch.load(model.locate(), slots, per_slot, device)
+    batcher = smollm2_torch.load(model.locate_weights(), slots, per_slot, device)
     smollm2_torch.warm_up(batcher)
     rows, times = list(range(slots)), []
     for _ in range(RUNS):

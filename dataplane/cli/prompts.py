@@ -115,9 +115,9 @@ def model_codec(state_dir: Path, chat: bool = True) -> Codec:
     """
     from dataplane import model
 
-    files = model.locate()
+    weights = model.locate_weights()
     make_state_dir(state_dir)
-    document = model.tokenizer_json(files, state_dir).read_bytes()
+    document = model.tokenizer_json(weights, state_dir).read_bytes()
     return TextCodec(Tokenizer(document), model.CHAT_TEMPLATE if chat else None)
 
 

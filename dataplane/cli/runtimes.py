@@ -107,7 +107,7 @@ def _smollm2_torch(flags: Flags, say: Say) -> int:
     try:
         from dataplane.runtime.smollm2_torch import main as smollm2_torch
     except ImportError as error:
-        raise UsageError(f"{error}: pip install -e '.[smollm2,torch]'") from error
+        raise UsageError(f"{error}: pip install -e '.[torch]'") from error
 
     return _run_model(values, say, functools.partial(smollm2_torch, kernels=_kernels(values)))
 

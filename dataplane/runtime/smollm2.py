@@ -269,7 +269,7 @@ def main(
         partition: Which of the daemon's it serves.
     """
     files = model.locate()
-    tokenizer = model.tokenizer_json(files, cache_dir)
+    tokenizer = model.tokenizer_json(files.gguf, cache_dir)
     manifest = Manifest(
         model=model.NAME,
         partition=partition,

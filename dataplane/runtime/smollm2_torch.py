@@ -33,7 +33,6 @@ from torch import Tensor
 from dataplane import model
 from dataplane.errors import DataplaneError
 from dataplane.manifest import DEFAULT_PARTITION
-from dataplane.model import ModelFiles
 from dataplane.region import Region, available_memory
 from dataplane.runtime import (
     DetachedError,
@@ -339,9 +338,9 @@ def _check_room(needed: int, device: torch.device) -> None:
         )
 
 
-def load(files: ModelFiles, slots: int, per_slot: int, device: torch.device) -> TorchBatcher:
+def load(gguf: Path, slots: int, per_slot: int, device: torch.device) -> TorchBatcher:
     """Read the weights and make everything; nothing of the file is kept."""
-    shape, weights = gguf_weights.load(files.gguf)
+    shape, weights = gguf_weights.load(gguf)
     batcher = TorchBatcher(shape, weights, slots, per_slot, CHUNK[device.type], device)
     gc.collect()
     return batcher
@@ -411,14 +410,14 @@ def main(
     Raises:
         CudaError: PyTorch sees a GPU that CuPy or the kernels cannot use; the text says what to do.
     """
-    files = model.locate()
-    tokenizer = model.tokenizer_json(files, cache_dir)
+    gguf = model.locate_weights()
+    tokenizer = model.tokenizer_json(gguf, cache_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if gpu is None and device.type == "cuda":
         gpu = CupyGpu(kernels=kernels)  # before the model: what is missing is said at once
     torch.set_num_threads(1)
     say(f"loading {model.NAME} for {slots} slots of {context} + {max_output} ids on {device}")
-    batcher = load(files, slots, context + max_output, device)
+    batcher = load(gguf, slots, context + max_output, device)
     warm_up(batcher)
     manifest = Manifest(
         model=model.NAME,
