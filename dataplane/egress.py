@@ -42,6 +42,7 @@ class Egress:
         unanswered: Published in this pass; their 200 goes out at its end, with output that is
         there.
         on_broken: Called with the rule that the runtime broke.
+        is_broken: Whether it broke one; nothing of it is looked at any more.
         hold_s: Smoothed time that a request holds its slot, in seconds, for retry-after.
     """
 
@@ -50,15 +51,27 @@ class Egress:
         self.table: SlotTable | None = None
         self.unanswered: list[Exchange] = []
         self.hold_s = 0.0
+        self.is_broken = False
         self.on_broken: Callable[[str], None] = lambda why: None
         self._held: dict[Exchange, float] = {}  # until when; inf: until the runtime is done
         self._latency = stats.latency
 
     def flush(self) -> None:
         """Send what came out since the last pass, and every 200 that is due."""
+        if self.table is None:
+            self.unanswered.clear()
+            return
+        self.look()
+        if self.unanswered:
+            for exchange in self.unanswered:
+                if exchange.watch >= 0 and not exchange.answered:
+                    exchange.answer(b"", 0)
+            self.unanswered.clear()
+
+    def look(self) -> None:
+        """Send what came out since the last pass."""
         table = self.table
         if table is None:
-            self.unanswered.clear()
             return
         changed = table.poll()
         if self._held:
@@ -68,11 +81,6 @@ class Egress:
             # An earlier one of this poll may have ended the attachment, or this exchange.
             if self.table is table and exchange.watch >= 0:
                 self._advance(table, exchange, table.entry(exchange))
-        if self.unanswered:
-            for exchange in self.unanswered:
-                if exchange.watch >= 0 and not exchange.answered:
-                    exchange.answer(b"", 0)
-            self.unanswered.clear()
 
     def next_due(self) -> float | None:
         """Return when a held slot is not held any longer (monotonic seconds)."""
@@ -116,6 +124,7 @@ class Egress:
         self._complete(table, exchange, ids, finish, now_ns)
 
     def _break_rule(self, exchange: Exchange, rule: str) -> None:
+        self.is_broken = True
         self.on_broken(f"slot {exchange.slot}: {rule}")
 
     def _take_output(

@@ -111,16 +111,22 @@ class Ingress:
         self.table = table
         table.count_in(self._latency, null)
         self.egress.table = table
+        self.egress.is_broken = False
         self._null = null
         self.max_writing = self._configured_max_writing or (table.region.slots + 1) // 2
         self._overdue_at = None
         self._exchanges = [Exchange(slot, self) for slot in range(table.region.slots)]
 
     def detach(self, why: str) -> None:
-        """The runtime is gone: what it held ends, refused before its 200 and reset after it."""
+        """The runtime is gone: what it held ends, refused before its 200 and reset after it.
+
+        What it finished before is whole, and goes out.
+        """
         self.why_unavailable = why
         if self.table is None:
             return
+        if not self.egress.is_broken:
+            self.egress.look()
         self.end_all(refusals.lost(), ResetCode.RUNTIME_LOST)
         self.table = self.egress.table = None
         self._exchanges = []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pair import Answer, Job, Pair, echo, request_bytes
 
+from dataplane.errors import ResetCode
 from dataplane.fronts.prompt1 import Prompt1
 
 StartPair = Callable[..., Pair]
@@ -276,3 +277,20 @@ def test_a_strange_receive_time_harms_nobody(pair: StartPair, at_ns: int) -> Non
     assert answer.ids == [6, 7]
     assert one.answer(one.open(b"x", True)).verdict.status == 400
     one.check_at_rest()
+
+
+# ---------------------------------------------------------------- the runtime's end
+
+
+def test_what_the_runtime_finished_before_its_end_goes_out_whole(pair: StartPair) -> None:
+    one = pair()
+    done, running = one.ask([1, 2], affinity=4), one.ask([3], affinity=5)
+    one.deliver()
+    first, second = one.take()
+    first.emit([7, 8])
+    first.finish()
+    second.emit([9])
+    one.ingress.detach("the runtime is gone")
+    answer = one.answer(done)
+    assert (answer.ids, answer.trailer) == ([7, 8], (1, 2, 2))
+    assert one.answer(running).reset == ResetCode.RUNTIME_LOST

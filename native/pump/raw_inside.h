@@ -161,6 +161,8 @@ void dp_raw_answer(struct dp_pump *pump, struct dp_raw_exchange *exchange, uint3
 void dp_raw_fail(struct dp_raw_exchange *exchange, uint64_t code);
 /* The deadline of a published request passed. */
 void dp_raw_expire(struct dp_pump *pump, struct dp_raw_exchange *exchange);
+/* Send on what the runtime made, without the verdicts that are due. */
+void dp_raw_look(struct dp_pump *pump);
 /* The runtime broke a rule: Python is told, and the region is not read any more. */
 __attribute__((format(printf, 3, 4))) void dp_raw_break(struct dp_pump *pump, uint32_t slot,
                                                         const char *format, ...);

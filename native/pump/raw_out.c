@@ -286,9 +286,9 @@ static void send_verdicts(struct dp_pump *pump) {
     raw->unanswered_count = 0;
 }
 
-void dp_raw_pass(struct dp_pump *pump) {
+void dp_raw_look(struct dp_pump *pump) {
     struct dp_raw *raw = pump->raw;
-    if (!raw || !raw->watched || raw->broken)
+    if (!raw->watched || raw->broken)
         return;
     raw->pass++;
     uint32_t changed = poll_watches(raw);
@@ -299,6 +299,13 @@ void dp_raw_pass(struct dp_pump *pump) {
         if (exchange->watch != DP_RAW_NOBODY)
             advance(pump, exchange);
     }
+}
+
+void dp_raw_pass(struct dp_pump *pump) {
+    struct dp_raw *raw = pump->raw;
+    if (!raw || !raw->watched || raw->broken)
+        return;
+    dp_raw_look(pump);
     if (!raw->broken)
         send_verdicts(pump);
 }

@@ -131,6 +131,8 @@ static void end_all(struct dp_pump *pump, uint32_t code) {
 void dp_raw_detach(struct dp_pump *pump, uint32_t code) {
     dp_pump_lock(pump);
     if (pump->raw && pump->raw->region) {
+        /* What the runtime finished before its end is whole, and goes out. */
+        dp_raw_look(pump);
         end_all(pump, code);
         free_arrays(pump->raw);
         pump->raw->watched = pump->raw->unanswered_count = 0;

@@ -309,7 +309,8 @@ static void test_detach_with_all_in_flight(void) {
     CHECK(placed->stream.in.place && dp_raw_in_flight(&pump) == 4);
     emit(1, generation, 0, 1);
     dp_raw_detach(&pump, 1);
-    CHECK(answered->resets == 1 && answered->reset_code == 1 && answered->sends == 1);
+    CHECK(answered->resets == 1 && answered->reset_code == 1 && answered->sends == 2);
+    expect_output(answered, 1); /* what was out by then */
     CHECK(event_count == 3 && dp_raw_in_flight(&pump) == 0);
     for (uint32_t i = 0; i < 3; i++)
         CHECK(events[i].kind == DP_EVENT_REFUSED && events[i].with.refused.why == DP_WHY_LOST &&
@@ -337,6 +338,21 @@ static void test_detach_with_all_in_flight(void) {
     event_count = 0;
     serve_and_check(next, &request, 0);
     expect_stats(5, 1, 0, 4);
+    end();
+}
+
+/* Its runtime finished it and died; no pass was between. */
+static void test_detach_after_the_end(void) {
+    begin();
+    uint64_t generation;
+    struct fake_stream *stream = send_taken(0, 1, &generation);
+    emit(1, generation, 0, 2);
+    CHECK(dp_finish(region, 1, generation, DP_FINISH_STOP) == DP_DONE);
+    dp_raw_detach(&pump, 1);
+    CHECK(stream->resets == 0 && event_count == 0);
+    expect_output(stream, 2);
+    expect_end(stream, DP_FINISH_STOP, 3, 2);
+    expect_stats(1, 1, 0, 0);
     end();
 }
 
@@ -405,8 +421,8 @@ static void test_sleep_and_wake(void) {
 int main(void) {
     RUN(test_late_headers, test_deadline_before_publish, test_deadline_in_ready,
         test_deadline_in_running, test_deadline_loses, test_deadline_of_a_slow_reader, test_resets,
-        test_stops, test_leaves, test_unread, test_detach_with_all_in_flight, test_end_all,
-        test_attach_checks, test_sleep_and_wake);
+        test_stops, test_leaves, test_unread, test_detach_with_all_in_flight,
+        test_detach_after_the_end, test_end_all, test_attach_checks, test_sleep_and_wake);
     test_late_bodies(2);
     test_late_bodies(4);
     drop_region();
