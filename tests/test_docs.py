@@ -22,7 +22,9 @@ def test_every_setting_stands_in_the_readme_with_its_default() -> None:
 
 
 def test_every_file_that_the_readme_links_to_is_there() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+    targets = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert "tests/examples/echo.py" in targets
+    for target in targets:
         assert (ROOT / target).exists(), target
 
 

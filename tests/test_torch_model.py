@@ -440,7 +440,7 @@ def test_an_answer_is_that_of_plain_arithmetic() -> None:
             logits = _plainly(SMALL, _weights(SMALL), ids)
             assert logits[token] > logits.max() - 1e-3
             ids.append(token)
-        assert request.reason == Finish.LENGTH
+        assert (len(request.out), request.reason) == (6, Finish.LENGTH)
 
 
 def test_an_id_outside_the_vocabulary_ends_its_own_request() -> None:
