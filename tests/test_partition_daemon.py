@@ -166,19 +166,14 @@ def test_one_partition_with_keys_admits_their_owners_alone(
 def test_a_full_partition_takes_nothing_from_the_other(bare: DaemonProcess) -> None:
     async def main() -> None:
         async with client(bare) as raw:
-            held = [
-                asyncio.create_task((await raw.submit([n], api_key="alpha")).result())
-                for n in range(SLOTS)
-            ]
+            held = [await raw.submit([n], api_key="alpha") for n in range(SLOTS)]
             refused = await raw.submit([9], api_key="alpha")
             assert (refused.status, refused.reason) == (429, "every slot is taken")
             others = [await raw.submit([n], api_key="beta") for n in range(SLOTS)]
             assert [other.status for other in others] == [200] * SLOTS
             assert (await raw.submit([9], api_key="beta")).status == 429
-            for task in held:
-                task.cancel()
-            for other in others:
-                other.cancel()
+            for answer in (*held, *others):
+                answer.cancel()
             await until("all is cancelled", lambda: bare.health()["in_flight"] == 0)
 
     with runtime_in(bare, "a"), runtime_in(bare, "b"):

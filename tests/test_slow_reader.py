@@ -94,7 +94,7 @@ def test_an_answer_that_nobody_takes_is_reset_and_its_slot_is_long_free(
     daemon: StartDaemon,
 ) -> None:
     process = daemon("--runtime=echo", "--slots=2", "--context=8192", "--max-output=8192",
-                     "--idle-timeout=1")  # fmt: skip
+                     "--idle-timeout=1", "--drain-timeout=0.1")  # fmt: skip
     with miser(process) as client:
         stream_id = client.ask(8192)
         running = client.events()
@@ -112,7 +112,7 @@ def test_an_answer_that_nobody_takes_is_reset_and_its_slot_is_long_free(
 
 def test_what_waits_for_one_reader_is_bounded(daemon: StartDaemon) -> None:
     process = daemon("--runtime=echo", "--slots=16", "--context=131072", "--max-output=131072",
-                     "--max-writing=16", "--drain-timeout=1")  # fmt: skip
+                     "--max-writing=16", "--drain-timeout=0.1")  # fmt: skip
     with miser(process) as client:
         for _ in range(14):  # 7 MB of answers
             client.ask(131072)
