@@ -34,6 +34,9 @@ from dataplane.runtime.smollm2_torch import TorchBatcher, TorchError  # noqa: E4
 from dataplane.runtime.torch_prompts import on_host  # noqa: E402
 from dataplane.runtime.transformer import Transformer, planned_bytes  # noqa: E402
 
+# No packet's way depends on the model.
+pytestmark = pytest.mark.pump_only
+
 Floats = npt.NDArray[np.float32]
 
 CPU = torch.device("cpu")
