@@ -43,13 +43,14 @@ enum dp_event {
 /* What a verb answers besides a count or a state (all of those are 0 or more). */
 enum dp_status {
     DP_OK = 0,
-    DP_ILLEGAL = -1,   /* the slot is in a state that has no such event; nothing was changed */
-    DP_STALE = -2,     /* the handle's generation is over; nothing was changed */
-    DP_FULL = -3,      /* every slot of the range was seen taken during the probe */
-    DP_OVERFLOW = -4,  /* more ids than were declared, or more output than the request allows */
-    DP_BAD_TOKEN = -5, /* an id outside the vocabulary; dp_writer says which */
-    DP_SHORT = -6,     /* the body ended before its declared ids were there */
-    DP_UNANSWERED = -7 /* the device left a command unanswered; its table is given up */
+    DP_ILLEGAL = -1,    /* the slot is in a state that has no such event; nothing was changed */
+    DP_STALE = -2,      /* the handle's generation is over; nothing was changed */
+    DP_FULL = -3,       /* every slot of the range was seen taken during the probe */
+    DP_OVERFLOW = -4,   /* more ids than were declared, or more output than the request allows */
+    DP_BAD_TOKEN = -5,  /* an id outside the vocabulary; dp_writer says which */
+    DP_SHORT = -6,      /* the body ended before its declared ids were there */
+    DP_UNANSWERED = -7, /* the device left a command unanswered; its table is given up */
+    DP_PENDING = -8     /* asked of the device, whose answer comes later (gpu/commands.h) */
 };
 
 /* Why an answer ended. ERROR never reaches the wire as a reason: it is a reset (code 2). */

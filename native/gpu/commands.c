@@ -20,6 +20,15 @@ struct held {
     uint32_t state; /* WRITING, READY (published), CANCELLING; FREE: it does not hold it */
 };
 
+/* A command whose answer is fetched later; kind 0: nobody waits for one. */
+struct ask {
+    void *asker; /* of a claim; NULL: it was disowned */
+    int64_t at;
+    uint64_t generation;
+    uint32_t slot;
+    int kind;
+};
+
 struct dp_commands {
     struct dp_region *region;
     struct dp_ring *ring;
@@ -27,6 +36,9 @@ struct dp_commands {
     uint64_t n_entries;
     uint64_t reserve;
     uint64_t next;
+    uint64_t read;    /* while there are any, no ask lies before it */
+    uint64_t asked;   /* asks that have no answer yet */
+    struct ask *asks; /* one an entry */
     uint32_t owner;
     uint32_t spin_us;
     uint32_t answer_ms;
@@ -58,8 +70,13 @@ struct dp_commands *dp_commands_new(struct dp_region *region, uint32_t owner, ui
                                     uint32_t answer_ms) {
     uint32_t slots = region->geometry.slots;
     struct dp_commands *commands = calloc(1, sizeof *commands + slots * sizeof(struct held));
-    if (!commands)
+    struct ask *asks = calloc(dp_ring_entries(slots), sizeof *asks);
+    if (!commands || !asks) {
+        free(commands);
+        free(asks);
         return NULL;
+    }
+    commands->asks = asks;
     uint8_t *ring = region->base + region->layout.rings + (owner - 1) * region->layout.ring_bytes;
     commands->region = region;
     commands->ring = (struct dp_ring *)ring;
@@ -77,6 +94,8 @@ struct dp_commands *dp_commands_new(struct dp_region *region, uint32_t owner, ui
 }
 
 void dp_commands_free(struct dp_commands *commands) {
+    if (commands)
+        free(commands->asks);
     free(commands);
 }
 
@@ -92,10 +111,14 @@ static bool verdict_of(const struct dp_commands *commands, uint64_t position, ui
     return *verdict >> DP_COMMAND_LAP_SHIFT == lap_of(commands, position);
 }
 
-/* Whether `more` commands fit behind what is posted. Verdicts come in order, so one tells it. */
+/* Whether `more` commands fit behind what is posted. Verdicts come in order, so one tells it; one
+ * that is still to be fetched is not written over. */
 static bool has_room(const struct dp_commands *commands, uint64_t more) {
     uint64_t last = commands->next + more - 1, verdict;
-    return last < commands->n_entries || verdict_of(commands, last - commands->n_entries, &verdict);
+    if (last < commands->n_entries)
+        return true;
+    last -= commands->n_entries;
+    return !(commands->asked && last >= commands->read) && verdict_of(commands, last, &verdict);
 }
 
 static bool post(struct dp_commands *commands, uint64_t word) {
@@ -147,6 +170,11 @@ static bool block(const struct dp_commands *commands, uint64_t position, int64_t
     return answered;
 }
 
+static int result_of(uint64_t verdict) {
+    int result = (int)(verdict & DP_COMMAND_KIND_MASK);
+    return result < DP_STATES ? result : result - DP_COMMAND_KIND_MASK - 1;
+}
+
 /* The result of the command that was posted last, or DP_UNANSWERED; then the device is given up. */
 static int await(struct dp_commands *commands, uint64_t *verdict) {
     uint64_t position = commands->next - 1;
@@ -156,8 +184,7 @@ static int await(struct dp_commands *commands, uint64_t *verdict) {
         commands->dead = 1;
         return DP_UNANSWERED;
     }
-    int result = (int)(*verdict & DP_COMMAND_KIND_MASK);
-    return result < DP_STATES ? result : result - DP_COMMAND_KIND_MASK - 1;
+    return result_of(*verdict);
 }
 
 static uint64_t about(int kind, uint32_t slot, uint64_t generation) {
@@ -172,29 +199,34 @@ static uint64_t claim_word(uint32_t first, uint32_t count, uint32_t start, uint3
            (uint64_t)start << 24 | (uint64_t)(probes - 1) << 34;
 }
 
+/* What a claim's verdict says. What the region says is checked before it is used, as everywhere. */
+static int granted(struct dp_commands *commands, uint64_t verdict, struct dp_claimed *out) {
+    int result = result_of(verdict);
+    if (result < 0)
+        return result;
+    out->slot = (uint32_t)(verdict >> DP_COMMAND_SLOT_SHIFT) & DP_COMMAND_TEN_BITS;
+    out->generation = verdict >> DP_COMMAND_GENERATION & (~UINT64_C(0) >> DP_GENERATION_SHIFT);
+    if (result != DP_WRITING || out->slot >= commands->region->geometry.slots) {
+        commands->dead = 1;
+        return DP_UNANSWERED;
+    }
+    commands->held[out->slot] = (struct held){out->generation, DP_WRITING};
+    return DP_OK;
+}
+
 static int claim(struct dp_commands *commands, uint64_t word, struct dp_claimed *out) {
     uint64_t verdict;
     if (commands->dead || !has_room(commands, 1 + commands->reserve) || !post(commands, word)) {
         commands->dead = 1;
         return DP_UNANSWERED;
     }
-    int result = await(commands, &verdict);
-    if (result == DP_UNANSWERED) {
+    if (await(commands, &verdict) == DP_UNANSWERED) {
         /* Should the device grant it yet, it takes it back right after: commands keep their order,
          * and this listener need not be there. */
         post(commands, DP_COMMAND_ABANDON);
-        return result;
-    }
-    if (result < 0)
-        return result;
-    out->slot = (uint32_t)(verdict >> DP_COMMAND_SLOT_SHIFT) & DP_COMMAND_TEN_BITS;
-    out->generation = verdict >> DP_COMMAND_GENERATION & (~UINT64_C(0) >> DP_GENERATION_SHIFT);
-    /* What the region says is checked before it is used, as everywhere. */
-    if (result != DP_WRITING || out->slot >= commands->region->geometry.slots) {
-        commands->dead = 1;
         return DP_UNANSWERED;
     }
-    return DP_OK;
+    return granted(commands, verdict, out);
 }
 
 int dp_commands_admit(struct dp_commands *commands, uint32_t first, uint32_t count, uint32_t start,
@@ -205,7 +237,6 @@ int dp_commands_admit(struct dp_commands *commands, uint32_t first, uint32_t cou
     int status = claim(commands, claim_word(first, count, start, probes), out);
     if (status != DP_OK)
         return status;
-    commands->held[out->slot] = (struct held){out->generation, DP_WRITING};
     out->free_left = dp_count_free(region, first, count);
     dp_describe(region, out->slot, request_id, n_tokens, max_output, temperature, top_p, top_k,
                 seed);
@@ -307,4 +338,109 @@ int dp_commands_let_go_all(struct dp_commands *commands) {
     for (uint32_t slot = 0; slot < commands->region->geometry.slots; slot++)
         commands->held[slot].state = DP_FREE;
     return post(commands, DP_COMMAND_LET_GO_ALL) ? DP_OK : DP_UNANSWERED;
+}
+
+/* Asking without waiting ----------------------------------------------------------------------- */
+
+static struct ask *ask_at(const struct dp_commands *commands, uint64_t position) {
+    return &commands->asks[position % commands->n_entries];
+}
+
+static bool post_ask(struct dp_commands *commands, uint64_t word, struct ask ask) {
+    uint64_t position = commands->next;
+    if (!post(commands, word))
+        return false;
+    *ask_at(commands, position) = ask;
+    if (!commands->asked++)
+        commands->read = position;
+    return true;
+}
+
+int64_t dp_commands_ask_claim(struct dp_commands *commands, uint32_t first, uint32_t count,
+                              uint32_t start, uint32_t probes, void *asker, int64_t now) {
+    if (commands->dead)
+        return DP_UNANSWERED;
+    if (commands->asked && !has_room(commands, 1 + commands->reserve))
+        return DP_OVERFLOW;
+    struct ask ask = {.asker = asker, .at = now, .kind = DP_COMMAND_CLAIM};
+    uint64_t word = claim_word(first, count, start, probes);
+    return post_ask(commands, word, ask) ? (int64_t)commands->next - 1 : DP_UNANSWERED;
+}
+
+int dp_commands_ask(struct dp_commands *commands, int kind, uint32_t slot, uint64_t generation,
+                    int64_t now) {
+    int status = check(commands, slot, generation, DP_READY, DP_READY);
+    if (status != DP_OK)
+        return status;
+    struct ask ask = {.at = now, .generation = generation, .slot = slot, .kind = kind};
+    bool posted = !commands->dead && post_ask(commands, about(kind, slot, generation), ask);
+    return posted ? DP_PENDING : DP_UNANSWERED;
+}
+
+void dp_commands_disown(struct dp_commands *commands, int64_t place) {
+    ask_at(commands, (uint64_t)place)->asker = NULL;
+}
+
+/* Go on to the next ask. False: there is none, or it has no verdict yet. */
+static bool find_answer(struct dp_commands *commands, uint64_t *verdict) {
+    if (!commands->asked)
+        return false;
+    while (!ask_at(commands, commands->read)->kind)
+        commands->read++;
+    return verdict_of(commands, commands->read, verdict);
+}
+
+int dp_commands_is_answered(struct dp_commands *commands) {
+    uint64_t verdict;
+    return find_answer(commands, &verdict);
+}
+
+int64_t dp_commands_asked_at(const struct dp_commands *commands) {
+    if (!commands->asked)
+        return INT64_MAX;
+    uint64_t position = commands->read;
+    while (!ask_at(commands, position)->kind)
+        position++;
+    return ask_at(commands, position)->at;
+}
+
+static void answer_claim(struct dp_commands *commands, uint64_t verdict, struct dp_answer *out) {
+    struct dp_claimed claimed = {0};
+    out->status = granted(commands, verdict, &claimed);
+    out->slot = claimed.slot;
+    out->generation = claimed.generation;
+    if (out->status == DP_OK && !out->asker)
+        dp_commands_let_go(commands, claimed.slot, claimed.generation);
+}
+
+static void answer_verb(struct dp_commands *commands, uint64_t verdict, struct dp_answer *out) {
+    out->status = result_of(verdict);
+    /* If it was let go of meanwhile, nobody asks for its state before the next claim. */
+    if (out->status >= 0)
+        commands->held[out->slot].state = (uint32_t)out->status;
+}
+
+int dp_commands_answer(struct dp_commands *commands, struct dp_answer *out) {
+    uint64_t verdict;
+    while (find_answer(commands, &verdict)) {
+        struct ask *ask = ask_at(commands, commands->read++);
+        *out = (struct dp_answer){.asker = ask->asker,
+                                  .kind = ask->kind,
+                                  .slot = ask->slot,
+                                  .generation = ask->generation};
+        ask->kind = 0;
+        commands->asked--;
+        if (out->kind != DP_COMMAND_CLAIM) {
+            answer_verb(commands, verdict, out);
+            return 1;
+        }
+        answer_claim(commands, verdict, out);
+        if (out->asker)
+            return 1;
+    }
+    return 0;
+}
+
+void dp_commands_give_up(struct dp_commands *commands) {
+    commands->dead = 1;
 }

@@ -41,4 +41,36 @@ int dp_commands_let_go(struct dp_commands *commands, uint32_t slot, uint64_t gen
 /* For a listener that is gone: give up its claim that has no verdict, let go of all it holds. */
 int dp_commands_let_go_all(struct dp_commands *commands);
 
+/* Asking without waiting -------------------------------------------------------------------------
+ *
+ * For a listener that has other work until the device answers: claim, revoke and cancel are posted,
+ * and their answers taken in the order of the asking. `now` is the listener's clock, in any unit.
+ * All else is as above. The device rings the listener's eventfd for an answer, too; whoever sleeps
+ * looks at dp_commands_is_answered between its flag and its sleep. */
+
+struct dp_answer {
+    void *asker; /* of a claim */
+    int kind;    /* DP_COMMAND_CLAIM, DP_COMMAND_REVOKE or DP_COMMAND_CANCEL */
+    int status;  /* DP_OK (a claim), the state that the slot is in then, or a negative status */
+    uint32_t slot;
+    uint64_t generation;
+};
+
+/* Where it was posted (0 or more), DP_OVERFLOW: the ring has no room until answers were taken, or
+ * DP_UNANSWERED. */
+int64_t dp_commands_ask_claim(struct dp_commands *commands, uint32_t first, uint32_t count,
+                              uint32_t start, uint32_t probes, void *asker, int64_t now);
+/* DP_PENDING, or what dp_commands_revoke and dp_commands_cancel say without asking. */
+int dp_commands_ask(struct dp_commands *commands, int kind, uint32_t slot, uint64_t generation,
+                    int64_t now);
+/* Nobody waits for the claim at this place any more: what it is granted is let go of. */
+void dp_commands_disown(struct dp_commands *commands, int64_t place);
+/* The next answer: 1 and *out, or 0. */
+int dp_commands_answer(struct dp_commands *commands, struct dp_answer *out);
+int dp_commands_is_answered(struct dp_commands *commands);
+/* When the longest waiting of those without an answer was asked; INT64_MAX: there is none. */
+int64_t dp_commands_asked_at(const struct dp_commands *commands);
+/* Give the device up now. What was asked of it is answered if it ever wakes up. */
+void dp_commands_give_up(struct dp_commands *commands);
+
 #endif
