@@ -91,6 +91,9 @@ void dp_conn_stop(struct dp_conn *conn, struct dp_stream *stream, uint64_t code)
 uint64_t dp_conn_unacked(const struct dp_conn *conn);
 /* The application consumed in-order bytes outside of its `data` call: credit goes back. */
 void dp_conn_consume(struct dp_conn *conn, struct dp_stream *stream, size_t length);
+/* Offer once more what an offer left, though nothing came; not from inside the owner's calls. The
+ * stream may be closed then. */
+void dp_conn_offer(struct dp_conn *conn, struct dp_stream *stream);
 /* Bytes [from, to) of the stream belong to `place` until dp_conn_stop, dp_conn_leave_place or the
  * stream's end. */
 void dp_conn_set_place(struct dp_conn *conn, struct dp_stream *stream, uint8_t *place,

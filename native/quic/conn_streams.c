@@ -315,3 +315,8 @@ void dp_conn_deliver(struct dp_conn *conn, struct dp_stream *stream) {
     }
     dp_conn_settle(conn, stream);
 }
+
+void dp_conn_offer(struct dp_conn *conn, struct dp_stream *stream) {
+    dp_conn_deliver(conn, stream);
+    dp_conn_sweep(conn);
+}

@@ -73,6 +73,7 @@ struct dp_stream {
     uint64_t app_number;
     uint32_t app_state;
     struct dp_stream *app_next, *app_previous;
+    int64_t app_at_ns[2];
 };
 
 /* Give back all memory of a stream's halves. */
