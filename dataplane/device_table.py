@@ -45,14 +45,20 @@ class DeviceTable(HostTable):
         self._dead = False
         self.on_dead: Callable[[str], None] = lambda why: None
 
+    def give_up(self) -> None:
+        """Ask the device nothing more; the first time, whoever can end the attachment is told."""
+        if self._dead:
+            return
+        self._dead = True
+        lib.dp_commands_give_up(self._commands)
+        self.on_dead(
+            f"the device left a command unanswered for {self._answer_ms} ms: a kernel is stuck,"
+            " or the runtime's process is; look at what it said and at `nvidia-smi`"
+        )
+
     def _answered(self, status: int) -> int:
-        """Pass a status on; the first UNANSWERED is told to whoever can end the attachment."""
-        if status == UNANSWERED and not self._dead:
-            self._dead = True
-            self.on_dead(
-                f"the device left a command unanswered for {self._answer_ms} ms: a kernel is stuck,"
-                " or the runtime's process is; look at what it said and at `nvidia-smi`"
-            )
+        if status == UNANSWERED:
+            self.give_up()
         return status
 
     def admit(self, request: Request, request_id: int, max_output: int) -> int:

@@ -15,6 +15,7 @@ from aioquic.quic.connection import QuicConnection
 from dataplane import prompt1, pump, refusals
 from dataplane._native import ffi, lib
 from dataplane.cores import give_core
+from dataplane.device_table import ANSWER_MS, DeviceTable
 from dataplane.errors import Refusal, ResetCode
 from dataplane.pump import PATH_BYTES, Event, Pump, Refused
 from dataplane.pumped import PumpedConnection
@@ -151,6 +152,10 @@ class PumpEngine:
             listener.deliver(self._sockets[event.number], data, path, now, at_ns)
         elif event.kind == pump.BROKEN:
             listener.ingresses[0].egress.on_broken(event.body.decode("utf-8", "replace"))
+        elif event.kind == pump.STUCK:
+            table = listener.ingresses[0].table
+            if isinstance(table, DeviceTable):
+                table.give_up()
 
     def flush(self) -> int:
         """Have all sent; what the kernel did not take, the pump counts itself."""
@@ -194,6 +199,8 @@ class PumpEngine:
             return refusals.late(a, refused.n_tokens)
         if why == lib.DP_WHY_HEADER_LATE:
             return refusals.header_late(a)
+        if why == lib.DP_WHY_STUCK:
+            return refusals.stuck()
         assert self._listener is not None
         ends = self._listener.ingresses[0].draining
         return refusals.draining() if ends else refusals.lost()
@@ -208,6 +215,7 @@ class PumpEngine:
         config.max_writing = max_writing
         config.null = null
         config.body_timeout = int(body_timeout * 1e9)
+        config.answer_timeout = ANSWER_MS * 1_000_000
         self._vocab_size = region.vocab_size
         assert self._listener is not None
         if lib.dp_raw_attach(self.pump.native, region.native, config, refusals.BUSY.encode()):

@@ -88,11 +88,10 @@ class Served:
         table = table_of(region)
         self.ingress.attach(table, null)
         if isinstance(table, DeviceTable):
-            # The raw front in C swaps the slots' words itself, which lie in the device here: it
-            # stays without slots, so its requests come to Python's front, which asks the device.
             table.on_dead = self._gave_up
-        elif self._generate.routes.sole is not None:
-            # As it does where a key decides, which it does not read.
+        if self._generate.routes.sole is not None:
+            # Where a key decides, which the raw front in C does not read, it stays without slots,
+            # so its requests come to Python's.
             self._listener.engine.attach(
                 region, self.ingress.max_writing, self._config.body_timeout, null
             )

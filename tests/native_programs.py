@@ -43,6 +43,8 @@ _RAW = (
     "pump/raw_in",
     "pump/raw_out",
     "pump/raw_serve",
+    "pump/raw_table",
+    "gpu/commands",
     "pump/prompt1",
     "quic/streams",
     "quic/ranges",
@@ -65,6 +67,7 @@ SOURCES = {
     "raw_refused": _RAW,
     "raw_ends": _RAW,
     "raw_out": _RAW,
+    "raw_device": _RAW,
     "ranges": ("quic/ranges", "quic/pool"),
     "sending": ("quic/streams", "quic/ranges", "quic/pool"),
     "recovery": _RECOVERY,
@@ -174,6 +177,7 @@ SANITIZED = {
         Run("raw_refused", 1),
         Run("raw_ends", 1),
         Run("raw_out", 3),
+        Run("raw_device", 1),
     ),
 }
 

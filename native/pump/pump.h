@@ -43,6 +43,8 @@ enum dp_event_kind {
     DP_EVENT_REFUSED = 9,
     /* The runtime broke a rule; then the text. */
     DP_EVENT_BROKEN = 10,
+    /* The device left the raw front unanswered, and is given up. (11 and 12 are load.h's.) */
+    DP_EVENT_STUCK = 13,
 };
 
 struct dp_pump_event {

@@ -6,6 +6,11 @@ static struct dp_raw_exchange *exchange_of(const struct dp_stream *stream) {
     return stream->app_state == DP_RAW_EXCHANGE ? stream->app : NULL;
 }
 
+/* For the rest of its header, or for the device. */
+static bool is_waiting(const struct dp_stream *stream) {
+    return stream->app_state == DP_RAW_HEADER || stream->app_state == DP_RAW_CLAIMING;
+}
+
 /* Ends before the answer's -------------------------------------------------------------------- */
 
 void dp_raw_let_go(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
@@ -20,7 +25,7 @@ void dp_raw_let_go(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
         exchange->placed = false;
         dp_conn_leave_place(exchange->entry->conn, exchange->stream);
     }
-    dp_let_go(raw->region, exchange->slot, exchange->generation);
+    raw->verbs->let_go(pump, exchange->slot, exchange->generation);
     if (exchange->watch != DP_RAW_NOBODY)
         dp_raw_unwatch(raw, exchange);
     dp_raw_ended(pump, exchange);
@@ -31,10 +36,16 @@ void dp_raw_leave(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
     pump->raw->stats.cancelled++;
 }
 
+static void stop_waiting(struct dp_raw *raw, struct dp_stream *stream) {
+    if (stream->app_state == DP_RAW_HEADER)
+        dp_raw_forget_header(raw, stream);
+    else if (stream->app_state == DP_RAW_CLAIMING)
+        dp_raw_forget_claim(raw, stream);
+}
+
 void dp_raw_leave_to_python(struct dp_pump *pump, struct dp_entry *entry,
                             struct dp_stream *stream) {
-    if (stream->app_state == DP_RAW_HEADER)
-        dp_raw_forget_header(pump->raw, stream);
+    stop_waiting(pump->raw, stream);
     dp_raw_mark(stream, DP_RAW_NEW, NULL);
     stream->app_number = 0;
     dp_events_hand_over(pump, entry, stream);
@@ -62,6 +73,17 @@ void dp_raw_refuse(struct dp_pump *pump, struct dp_raw_exchange *exchange, enum 
     tell(pump, exchange->entry, exchange->stream, exchange->complete_ns != 0, &refused);
 }
 
+void dp_raw_refuse_claim(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
+                         const struct dp_prompt1_request *request, enum dp_why why, bool ended) {
+    struct dp_refused refused = {
+        .request_id = request->request_id,
+        .why = why,
+        .n_tokens = request->n_tokens,
+        .queue_us = dp_raw_record(pump, DP_RAW_QUEUE, dp_realtime_ns() - stream->app_at_ns[0])};
+    stop_waiting(pump->raw, stream);
+    tell(pump, entry, stream, ended, &refused);
+}
+
 void dp_raw_header_late(struct dp_pump *pump, struct dp_stream *stream) {
     struct dp_entry *entry = stream->app;
     struct dp_refused refused = {.why = DP_WHY_HEADER_LATE,
@@ -80,6 +102,10 @@ static size_t raw_data(struct dp_pump *pump, struct dp_entry *entry, struct dp_s
     case DP_RAW_NEW:
     case DP_RAW_HEADER:
         return dp_raw_take_header(pump, entry, stream, bytes, length, fin);
+    case DP_RAW_CLAIMING:
+        if (fin && !stream->app_at_ns[1])
+            stream->app_at_ns[1] = dp_conn_at_ns(entry->conn);
+        return 0;
     case DP_RAW_EXCHANGE:
         return dp_raw_take_body(pump, stream->app, bytes, length, fin);
     default:
@@ -92,8 +118,8 @@ static void forget(struct dp_pump *pump, struct dp_stream *stream, enum dp_raw_k
     struct dp_raw_exchange *exchange = exchange_of(stream);
     if (exchange && exchange->live)
         dp_raw_leave(pump, exchange);
-    else if (stream->app_state == DP_RAW_HEADER)
-        dp_raw_forget_header(pump->raw, stream);
+    else
+        stop_waiting(pump->raw, stream);
     dp_raw_mark(stream, kind, NULL);
 }
 
@@ -119,7 +145,7 @@ static void raw_stopped(struct dp_pump *pump, struct dp_entry *entry, struct dp_
         return;
     }
     const struct dp_raw_exchange *exchange = exchange_of(stream);
-    bool is_coming = stream->app_state == DP_RAW_HEADER || (exchange && exchange->writing);
+    bool is_coming = is_waiting(stream) || (exchange && exchange->writing);
     if (exchange && !is_coming) {
         forget(pump, stream, DP_RAW_ANSWERED);
     } else if (is_coming) {
@@ -163,7 +189,7 @@ int dp_raw_unread(struct dp_pump *pump, uint64_t connection, uint64_t stream_id,
     bool ours = stream && !dp_events_has(stream);
     if (ours) {
         const struct dp_raw_exchange *exchange = exchange_of(stream);
-        bool is_coming = stream->app_state == DP_RAW_HEADER || (exchange && exchange->writing);
+        bool is_coming = is_waiting(stream) || (exchange && exchange->writing);
         /* What the client still sends has to be told from a header. */
         bool unwanted = is_coming || stream->app_state == DP_RAW_UNWANTED;
         forget(pump, stream, unwanted ? DP_RAW_UNWANTED : DP_RAW_ANSWERED);

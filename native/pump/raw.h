@@ -1,5 +1,5 @@
 /* `prompt/1` without the interpreter: header, claim, write, publish, verdict, output, trailer
- * (contract 3), for the connections whose front is DP_FRONT_RAW.
+ * (contract 3), for the connections whose front is DP_FRONT_RAW, on either slot table.
  *
  * Handles what is as it should be, and 429. Everything that has to be refused in words goes to
  * Python, which has the words: a stream whose header is not in order is handed over whole (DATA
@@ -12,7 +12,7 @@
 #include "../latency.h"
 #include "pump.h"
 
-/* Why a request that held a slot is refused. */
+/* Why a request is refused that held a slot, or would have got one. */
 enum dp_why {
     DP_WHY_BAD_TOKEN = 1,   /* a: index, b: id */
     DP_WHY_OVERFLOW = 2,    /* the body is longer than declared */
@@ -20,6 +20,7 @@ enum dp_why {
     DP_WHY_LATE = 4,        /* body or deadline; a: whole ids that came in time */
     DP_WHY_LOST = 5,        /* the runtime, before the 200 */
     DP_WHY_HEADER_LATE = 6, /* a: bytes of the header that came in time; no slot was held */
+    DP_WHY_STUCK = 7,       /* the device does not answer; no slot was held */
 };
 
 struct dp_refused {
@@ -34,9 +35,10 @@ struct dp_refused {
 struct dp_raw_config {
     uint32_t owner; /* the listener's number in the region, from 1 */
     uint32_t first, count;
-    uint32_t max_writing; /* slots that a connection may hold in WRITING; 0: half, rounded up */
-    uint32_t null;        /* release each slot at publish and answer without output */
-    int64_t body_timeout; /* ns */
+    uint32_t max_writing;   /* slots that a connection may hold in WRITING; 0: half, rounded up */
+    uint32_t null;          /* release each slot at publish and answer without output; host table */
+    int64_t body_timeout;   /* ns */
+    int64_t answer_timeout; /* ns after which a device that does not answer is given up */
 };
 
 /* Since the start, for all attachments. */
@@ -52,7 +54,8 @@ struct dp_raw_stats {
  * Python's. 0, or -1: there is one attached already, the configuration does not fit, or no memory.
  *
  * After a DP_EVENT_BROKEN the region is not read any more: what is in flight stands still and
- * headers go to Python, until dp_raw_detach. */
+ * headers go to Python, until dp_raw_detach. The same after a DP_EVENT_STUCK, except that whoever
+ * would be admitted is refused (DP_WHY_STUCK). */
 int dp_raw_attach(struct dp_pump *pump, struct dp_region *region,
                   const struct dp_raw_config *config, const char *busy_reason);
 /* The runtime is gone: what was in flight ends, refused before its 200, reset with `code` after it.

@@ -41,24 +41,6 @@ static uint64_t new_id(struct dp_raw *raw) {
     return id;
 }
 
-/* Claim a slot and write into it what the request states. Affinity 0 starts anywhere; a strict one
- * tries its own slot alone. */
-static int admit(struct dp_raw *raw, const struct dp_prompt1_request *request, uint64_t request_id,
-                 uint32_t max_output, struct dp_claimed *claimed) {
-    const struct dp_raw_config *config = &raw->config;
-    uint32_t probes = config->count, start = raw->next_probe;
-    if (request->affinity) {
-        start = request->affinity % config->count;
-        if (request->strict)
-            probes = 1;
-    } else {
-        raw->next_probe = start + 1 < config->count ? start + 1 : 0;
-    }
-    return dp_admit(raw->region, config->owner, config->first, config->count, start, probes,
-                    request_id, request->n_tokens, request->width, max_output, request->temperature,
-                    request->top_p, request->top_k, request->seed, claimed);
-}
-
 /* When a slot may be free: the time that a request holds one, over their number. Rounded to even,
  * as Python does it. */
 static uint32_t retry_after_ms(const struct dp_raw *raw) {
@@ -107,39 +89,45 @@ static void begin(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream
     exchange->live = exchange->writing = true;
     exchange->placed = exchange->answered = exchange->picked_up = false;
     exchange->sent = 0;
-    exchange->complete_ns = 0;
+    exchange->complete_ns = stream->app_at_ns[1];
     entry->writing++;
     pump->raw->stats.claimed++;
     dp_raw_mark(stream, DP_RAW_EXCHANGE, exchange);
 }
 
-/* Decide on a header that is whole and within bounds. NULL: there is no slot; then the stream was
- * answered, unless the runtime turned out to be broken. */
-static struct dp_raw_exchange *claim(struct dp_pump *pump, struct dp_entry *entry,
-                                     struct dp_stream *stream,
-                                     const struct dp_prompt1_request *request, bool fin) {
+/* Decide on a header that is whole and within bounds: DP_OK and the exchange, which holds a slot;
+ * DP_FULL and it was answered; DP_PENDING; DP_UNANSWERED; DP_ILLEGAL: the runtime turned out to be
+ * broken. */
+static int claim(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
+                 const struct dp_prompt1_request *request, bool fin,
+                 struct dp_raw_exchange **held) {
     struct dp_raw *raw = pump->raw;
-    uint64_t request_id = request->request_id ? request->request_id : new_id(raw);
-    uint32_t max_output =
-        request->max_output ? request->max_output : raw->region->geometry.max_output;
     struct dp_claimed claimed;
-    int status = admit(raw, request, request_id, max_output, &claimed);
-    int64_t queue_ns = dp_realtime_ns() - dp_conn_at_ns(entry->conn);
+    int status = dp_raw_claim(pump, entry, stream, request, &claimed);
+    if (status == DP_PENDING || status == DP_UNANSWERED)
+        return status;
+    int64_t queue_ns = dp_realtime_ns() - stream->app_at_ns[0];
     if (status != DP_OK) {
         refuse_busy(pump, entry, stream, request->request_id, queue_ns, fin);
-        return NULL;
+        return DP_FULL;
     }
     struct dp_raw_exchange *exchange = &raw->exchanges[claimed.slot];
     if (exchange->live) {
         dp_raw_break(pump, claimed.slot, "it was given out twice");
-        return NULL;
+        return DP_ILLEGAL;
     }
-    exchange->request_id = request_id;
+    exchange->request_id = request->request_id ? request->request_id : new_id(raw);
     exchange->generation = claimed.generation;
     exchange->free_left = claimed.free_left;
-    exchange->max_output = max_output;
+    exchange->max_output =
+        request->max_output ? request->max_output : raw->region->geometry.max_output;
+    dp_describe(raw->region, claimed.slot, exchange->request_id, request->n_tokens,
+                exchange->max_output, request->temperature, request->top_p, request->top_k,
+                request->seed);
+    dp_write_begin(raw->region, claimed.slot, request->n_tokens, request->width);
     begin(pump, entry, stream, exchange, request, queue_ns);
-    return exchange;
+    *held = exchange;
+    return DP_OK;
 }
 
 /* Write and publish -----------------------------------------------------------------------------
@@ -153,6 +141,8 @@ static void refuse_body(struct dp_pump *pump, struct dp_raw_exchange *exchange, 
         dp_raw_refuse(pump, exchange, DP_WHY_OVERFLOW, 0, 0);
     else if (status == DP_SHORT)
         dp_raw_refuse(pump, exchange, DP_WHY_SHORT, writer->written, writer->partial_bytes);
+    else if (status == DP_UNANSWERED)
+        dp_raw_give_up(pump);
     else /* It is refused when the attachment ends. */
         dp_raw_break(pump, exchange->slot, "it left WRITING under its listener");
 }
@@ -160,7 +150,7 @@ static void refuse_body(struct dp_pump *pump, struct dp_raw_exchange *exchange, 
 /* Nothing takes the slot: it goes back at publish, and the answer is empty. */
 static void answer_null(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
     struct dp_raw *raw = pump->raw;
-    dp_apply(raw->region, exchange->slot, exchange->generation, DP_REVOKE);
+    raw->verbs->revoke(pump, exchange->slot, exchange->generation);
     exchange->live = false;
     raw->stats.completed++;
     dp_raw_answer(pump, exchange, 0, DP_FINISH_STOP);
@@ -171,8 +161,8 @@ static void submit(struct dp_pump *pump, struct dp_raw_exchange *exchange, const
                    size_t length) {
     static const uint8_t none;
     struct dp_raw *raw = pump->raw;
-    int64_t published_ns = dp_submit(raw->region, exchange->slot, exchange->generation,
-                                     length ? bytes : &none, 0, length);
+    int64_t published_ns = raw->verbs->submit(pump, exchange->slot, exchange->generation,
+                                              length ? bytes : &none, length);
     if (published_ns < 0) {
         refuse_body(pump, exchange, (int)published_ns);
         return;
@@ -242,7 +232,7 @@ size_t dp_raw_take_body(struct dp_pump *pump, struct dp_raw_exchange *exchange,
     struct dp_raw *raw = pump->raw;
     const struct dp_receiving *in = &exchange->stream->in;
     /* Of a body that is too long the end may be there behind what is offered. */
-    if (fin || in->frontier == in->final_size)
+    if (!exchange->complete_ns && (fin || in->frontier == in->final_size))
         exchange->complete_ns = dp_conn_at_ns(exchange->entry->conn);
     if (raw->broken)
         return length; /* The attachment is about to end, and this request with it. */
@@ -284,12 +274,37 @@ static bool serves(const struct dp_raw *raw, const struct dp_entry *entry,
            entry->writing < raw->config.max_writing;
 }
 
+/* Claim, and go on with what there is of the body. How many bytes were consumed. */
+static size_t admit(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
+                    const struct dp_prompt1_request *request, const uint8_t *bytes, size_t length,
+                    bool fin) {
+    struct dp_raw_exchange *exchange;
+    switch (claim(pump, entry, stream, request, fin, &exchange)) {
+    case DP_OK:
+        return request->header_bytes + take_first(pump, exchange, request,
+                                                  bytes + request->header_bytes,
+                                                  length - request->header_bytes, fin);
+    case DP_PENDING:
+        return 0;
+    case DP_UNANSWERED:
+        dp_raw_give_up(pump);
+        dp_raw_refuse_claim(pump, entry, stream, request, DP_WHY_STUCK, fin);
+        return length;
+    case DP_ILLEGAL:
+        dp_raw_leave_to_python(pump, entry, stream);
+        return 0;
+    default:
+        return length;
+    }
+}
+
 size_t dp_raw_take_header(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
                           const uint8_t *bytes, size_t length, bool fin) {
     struct dp_raw *raw = pump->raw;
     struct dp_prompt1_request request;
     int parsed = DP_PROMPT1_BAD;
-    if (raw && raw->region && !raw->draining && !raw->broken && !(stream->id & DP_STREAM_IS_UNI))
+    if (raw && raw->region && !raw->draining && (!raw->broken || raw->stuck) &&
+        !(stream->id & DP_STREAM_IS_UNI))
         parsed = dp_prompt1_parse(bytes, length, &request);
     if (parsed == DP_PROMPT1_NOT_WHOLE && !fin) {
         wait_for_header(pump, entry, stream);
@@ -301,13 +316,10 @@ size_t dp_raw_take_header(struct dp_pump *pump, struct dp_entry *entry, struct d
     }
     if (stream->app_state == DP_RAW_HEADER)
         dp_raw_forget_header(raw, stream);
-    struct dp_raw_exchange *exchange = claim(pump, entry, stream, &request, fin);
-    if (exchange)
-        return request.header_bytes + take_first(pump, exchange, &request,
-                                                 bytes + request.header_bytes,
-                                                 length - request.header_bytes, fin);
-    if (!raw->broken)
-        return length;
-    dp_raw_leave_to_python(pump, entry, stream);
-    return 0;
+    /* What is offered again for its claim's sake came before. */
+    if (raw->decided.stream != stream) {
+        stream->app_at_ns[0] = dp_conn_at_ns(entry->conn);
+        stream->app_at_ns[1] = fin ? stream->app_at_ns[0] : 0;
+    }
+    return admit(pump, entry, stream, &request, bytes, length, fin);
 }

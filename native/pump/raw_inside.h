@@ -1,15 +1,19 @@
 /* What the files of the raw front share. Not a cdef.
  *
  * raw.c: what a stream is to this front, and ends before the answer's. raw_in.c: what clients send,
- * from the header to a published slot. raw_out.c: what the runtime made, from the slot to the
- * stream. raw_serve.c: attaching and detaching, time, counters.
+ * from the header to a published slot. raw_table.c: the verbs of the host's and of the device's
+ * table. raw_out.c: what the runtime made, from the slot to the stream. raw_serve.c: attaching and
+ * detaching, time, counters.
  *
  * As in dataplane/exchange.py there is one exchange a slot, made with the attachment and used again
  * by each request that claims the slot: a request allocates nothing. */
 #ifndef DP_RAW_INSIDE_H
 #define DP_RAW_INSIDE_H
 
+#include "../gpu/commands.h"
+#include "../tokens.h"
 #include "inside.h"
+#include "prompt1.h"
 #include "raw.h"
 
 #define DP_RAW_BUFFER_LIMIT                                                                        \
@@ -48,6 +52,8 @@ enum dp_raw_kind {
     DP_RAW_EXCHANGE = 0x200, /* holds a slot, or is being answered; `app` is the exchange */
     DP_RAW_ANSWERED = 0x300, /* the whole answer was sent after the request's end */
     DP_RAW_UNWANTED = 0x400, /* answered, or given up; the client's own end has not come */
+    DP_RAW_CLAIMING = 0x500, /* its claim has no answer yet; `app` is the entry, app_number where it
+                                was posted, and it stands in the list of those */
 };
 
 struct dp_raw_exchange {
@@ -86,11 +92,37 @@ struct dp_raw_exchange {
     bool unanswered; /* stands in the list of those whose 200 is due */
 };
 
+/* The verbs of a table. A slot is named by number and generation; each answers the new state, or a
+ * negative status and nothing was changed. */
+struct dp_raw_verbs {
+    /* DP_OK and *out, DP_FULL or DP_UNANSWERED; DP_PENDING: the stream will be offered again. */
+    int (*claim)(struct dp_pump *pump, struct dp_stream *stream, uint32_t start, uint32_t probes,
+                 struct dp_claimed *out);
+    /* As dp_submit. */
+    int64_t (*submit)(struct dp_pump *pump, uint32_t slot, uint64_t generation,
+                      const uint8_t *bytes, size_t length);
+    /* Or DP_PENDING: dp_raw_answered is called. */
+    int (*revoke)(struct dp_pump *pump, uint32_t slot, uint64_t generation);
+    int (*cancel)(struct dp_pump *pump, uint32_t slot, uint64_t generation);
+    int (*release)(struct dp_pump *pump, uint32_t slot, uint64_t generation);
+    int (*let_go)(struct dp_pump *pump, uint32_t slot, uint64_t generation);
+};
+
+/* A claim that was answered, while its stream is offered again; stream NULL: there is none. */
+struct dp_raw_decided {
+    const struct dp_stream *stream;
+    struct dp_claimed claimed;
+    int status;
+};
+
 struct dp_raw {
     struct dp_region *region; /* NULL: nothing is attached */
     struct dp_raw_config config;
+    const struct dp_raw_verbs *verbs;
+    struct dp_commands *commands; /* NULL: the host table */
     bool draining;
     bool broken; /* the runtime broke a rule: nothing is served until it was detached */
+    bool stuck;  /* broken in that the device does not answer */
     uint32_t next_probe;
     uint64_t next_id;
     uint64_t pass; /* number of this one */
@@ -105,6 +137,9 @@ struct dp_raw {
 
     /* Streams whose headers are not whole, the longest waiting first. */
     struct dp_stream *first_header, *last_header;
+    /* Streams whose claims have no answer, as they came; from one on they are not posted yet. */
+    struct dp_stream *first_claim, *last_claim, *first_unposted;
+    struct dp_raw_decided decided;
     int64_t sweep_at, overdue_at;
 
     struct dp_raw_stats stats;
@@ -122,6 +157,9 @@ void dp_raw_let_go(struct dp_pump *pump, struct dp_raw_exchange *exchange);
 /* Let go, and have Python refuse the request in words. */
 void dp_raw_refuse(struct dp_pump *pump, struct dp_raw_exchange *exchange, enum dp_why why,
                    uint32_t a, uint32_t b);
+/* The same for a request with this header, which holds none; `ended`: its end came. */
+void dp_raw_refuse_claim(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
+                         const struct dp_prompt1_request *request, enum dp_why why, bool ended);
 /* A header took too long. */
 void dp_raw_header_late(struct dp_pump *pump, struct dp_stream *stream);
 /* The client left: its slot goes back in this pass. */
@@ -134,6 +172,26 @@ static inline void dp_raw_mark(struct dp_stream *stream, enum dp_raw_kind kind, 
     stream->app_state = kind;
     stream->app = app;
 }
+
+/* raw_table.c -----------------------------------------------------------------------------------
+ */
+
+extern const struct dp_raw_verbs dp_raw_host, dp_raw_device;
+
+/* Claim a slot for a header that is whole: DP_OK and *out, DP_FULL, DP_UNANSWERED; or DP_PENDING,
+ * and the stream stands in line. */
+int dp_raw_claim(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
+                 const struct dp_prompt1_request *request, struct dp_claimed *out);
+/* Nobody waits for this claim any more. */
+void dp_raw_forget_claim(struct dp_raw *raw, struct dp_stream *stream);
+/* Have Python refuse all that stand in line. */
+void dp_raw_refuse_claims(struct dp_pump *pump, enum dp_why why);
+/* Go on with whatever the device has answered. */
+void dp_raw_take_answers(struct dp_pump *pump);
+/* When the device is given up if it answers nothing. */
+int64_t dp_raw_answer_due(const struct dp_raw *raw);
+/* The device does not answer: Python is told, and the region is not read any more. */
+void dp_raw_give_up(struct dp_pump *pump);
 
 /* raw_in.c --------------------------------------------------------------------------------------
  */
@@ -161,6 +219,8 @@ void dp_raw_answer(struct dp_pump *pump, struct dp_raw_exchange *exchange, uint3
 void dp_raw_fail(struct dp_raw_exchange *exchange, uint64_t code);
 /* The deadline of a published request passed. */
 void dp_raw_expire(struct dp_pump *pump, struct dp_raw_exchange *exchange);
+/* The device answered what that asked for. */
+void dp_raw_answered(struct dp_pump *pump, const struct dp_answer *answer);
 /* Send on what the runtime made, without the verdicts that are due. */
 void dp_raw_look(struct dp_pump *pump);
 /* The runtime broke a rule: Python is told, and the region is not read any more. */

@@ -171,7 +171,8 @@ static bool take_output(struct dp_pump *pump, struct dp_raw_exchange *exchange,
 static void complete(struct dp_pump *pump, struct dp_raw_exchange *exchange, uint32_t count,
                      uint32_t finish, int64_t now_ns) {
     struct dp_raw *raw = pump->raw;
-    dp_raw_unwatch(raw, exchange);
+    if (exchange->watch != DP_RAW_NOBODY)
+        dp_raw_unwatch(raw, exchange);
     dp_raw_record(pump, DP_RAW_TOTAL, now_ns - exchange->complete_ns);
     dp_raw_ended(pump, exchange);
     if (finish == DP_FINISH_ERROR) {
@@ -199,8 +200,10 @@ static void finish(struct dp_pump *pump, struct dp_raw_exchange *exchange, uint3
         dp_raw_answer(pump, exchange, count, 0);
         return;
     }
-    int status = dp_apply(region, exchange->slot, exchange->generation, DP_RELEASE);
-    if (status < 0)
+    int status = pump->raw->verbs->release(pump, exchange->slot, exchange->generation);
+    if (status == DP_UNANSWERED)
+        dp_raw_give_up(pump);
+    else if (status < 0)
         dp_raw_break(pump, exchange->slot, "it left DONE under its listener (status %d)", status);
     else
         complete(pump, exchange, count, reason, now_ns);
@@ -303,25 +306,46 @@ void dp_raw_look(struct dp_pump *pump) {
 
 void dp_raw_pass(struct dp_pump *pump) {
     struct dp_raw *raw = pump->raw;
-    if (!raw || !raw->watched || raw->broken)
+    if (!raw)
+        return;
+    dp_raw_take_answers(pump);
+    if (!raw->watched || raw->broken)
         return;
     dp_raw_look(pump);
     if (!raw->broken)
         send_verdicts(pump);
 }
 
-/* In READY the slot is revoked. In RUNNING what is out is copied before the cancel, since after it
- * the slot is the runtime's alone. If either finds that the runtime moved on, its result counts. */
-void dp_raw_expire(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
+/* Deadlines ------------------------------------------------------------------------------------ */
+
+/* The device was asked: until it answers, the slot may be the runtime's alone, so it is not
+ * watched. */
+static void stand_by(struct dp_raw *raw, struct dp_raw_exchange *exchange) {
+    dp_raw_unwatch(raw, exchange);
+    unhold(raw, exchange);
+}
+
+/* It is this listener's still. */
+static void go_on(struct dp_raw *raw, struct dp_raw_exchange *exchange) {
+    dp_raw_watch(raw, exchange);
+    struct dp_watch *watch = &raw->watches[exchange->watch];
+    watch->seen = watch->count = exchange->sent;
+}
+
+static void on_cancel(struct dp_pump *pump, struct dp_raw_exchange *exchange, uint32_t count,
+                      int64_t now_ns, int status) {
+    if (status == DP_UNANSWERED)
+        dp_raw_give_up(pump);
+    else if (status >= 0)
+        complete(pump, exchange, count, DP_FINISH_DEADLINE, now_ns);
+}
+
+/* The runtime took it: what is out is copied before the cancel, since after that the slot is the
+ * runtime's alone. */
+static void cancel(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
     struct dp_raw *raw = pump->raw;
     struct dp_watch *watch = &raw->watches[exchange->watch];
     uint32_t changed;
-    if (raw->broken)
-        return;
-    if (dp_apply(raw->region, exchange->slot, exchange->generation, DP_REVOKE) == DP_FREE) {
-        complete(pump, exchange, 0, DP_FINISH_DEADLINE, dp_realtime_ns());
-        return;
-    }
     dp_poll(raw->region, watch, 1, &changed);
     if (breaks_rule(pump, exchange, watch) || watch->state == DP_DONE)
         return; /* What is done the next pass finds. */
@@ -330,11 +354,49 @@ void dp_raw_expire(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
         return;
     }
     int64_t now_ns = dp_realtime_ns();
-    uint32_t count = watch->count - watch->seen;
+    uint32_t count = watch->count - watch->seen, sent = watch->count;
     if (watch->count && !take_output(pump, exchange, watch, now_ns))
         return;
-    if (dp_cancel(raw->region, exchange->slot, exchange->generation) >= 0) {
-        exchange->sent = watch->count;
-        complete(pump, exchange, count, DP_FINISH_DEADLINE, now_ns);
+    int status = raw->verbs->cancel(pump, exchange->slot, exchange->generation);
+    if (status >= 0 || status == DP_PENDING)
+        exchange->sent = sent;
+    if (status != DP_PENDING) {
+        on_cancel(pump, exchange, count, now_ns, status);
+        return;
     }
+    if (count)
+        dp_raw_answer(pump, exchange, count, 0);
+    stand_by(raw, exchange);
+}
+
+/* In READY the slot is revoked, in RUNNING cancelled. If either finds that the runtime moved on,
+ * its result counts. */
+void dp_raw_expire(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
+    struct dp_raw *raw = pump->raw;
+    if (raw->broken)
+        return;
+    int status = raw->verbs->revoke(pump, exchange->slot, exchange->generation);
+    if (status == DP_PENDING)
+        stand_by(raw, exchange);
+    else if (status == DP_UNANSWERED)
+        dp_raw_give_up(pump);
+    else if (status == DP_FREE)
+        complete(pump, exchange, 0, DP_FINISH_DEADLINE, dp_realtime_ns());
+    else
+        cancel(pump, exchange);
+}
+
+void dp_raw_answered(struct dp_pump *pump, const struct dp_answer *answer) {
+    struct dp_raw *raw = pump->raw;
+    struct dp_raw_exchange *exchange = &raw->exchanges[answer->slot];
+    /* Whoever left meanwhile let go of it; the next one's claim is answered later than this. */
+    if (!exchange->live)
+        return;
+    if (answer->status >= 0) {
+        complete(pump, exchange, 0, DP_FINISH_DEADLINE, dp_realtime_ns());
+        return;
+    }
+    go_on(raw, exchange);
+    if (answer->kind == DP_COMMAND_REVOKE)
+        cancel(pump, exchange);
 }

@@ -39,6 +39,8 @@ static void free_arrays(struct dp_raw *raw) {
     raw->watches = NULL;
     raw->changed = raw->unanswered = NULL;
     raw->scratch = NULL;
+    dp_commands_free(raw->commands);
+    raw->commands = NULL;
     raw->region = NULL;
 }
 
@@ -57,11 +59,11 @@ void dp_raw_free(struct dp_pump *pump) {
 static bool is_sound(const struct dp_region *region, const struct dp_raw_config *config,
                      const char *busy_reason) {
     const struct dp_geometry *geometry = &region->geometry;
-    /* The verbs here are those of the host table. */
-    return geometry->table == DP_TABLE_HOST && config->owner >= 1 &&
+    return (geometry->table == DP_TABLE_HOST || !config->null) && config->owner >= 1 &&
            config->owner <= geometry->listeners && config->count >= 1 &&
            config->first < geometry->slots && config->count <= geometry->slots - config->first &&
-           config->body_timeout >= 0 && strlen(busy_reason) <= DP_RAW_REASON_MAX;
+           config->body_timeout >= 0 && config->answer_timeout >= 0 &&
+           strlen(busy_reason) <= DP_RAW_REASON_MAX;
 }
 
 static bool make_arrays(struct dp_raw *raw, const struct dp_geometry *geometry) {
@@ -81,12 +83,21 @@ static bool make_arrays(struct dp_raw *raw, const struct dp_geometry *geometry) 
     return true;
 }
 
+static bool choose_table(struct dp_raw *raw, struct dp_region *region, uint32_t owner) {
+    raw->verbs = &dp_raw_host;
+    if (region->geometry.table == DP_TABLE_HOST)
+        return true;
+    raw->verbs = &dp_raw_device;
+    raw->commands = dp_commands_new(region, owner, 0, 0); /* no verb here waits */
+    return raw->commands;
+}
+
 static int attach(struct dp_pump *pump, struct dp_region *region,
                   const struct dp_raw_config *config, const char *busy_reason) {
     struct dp_raw *raw = dp_raw_of(pump);
     if (!raw || raw->region || !is_sound(region, config, busy_reason))
         return -1;
-    if (!make_arrays(raw, &region->geometry)) {
+    if (!make_arrays(raw, &region->geometry) || !choose_table(raw, region, config->owner)) {
         free_arrays(raw);
         return -1;
     }
@@ -94,7 +105,7 @@ static int attach(struct dp_pump *pump, struct dp_region *region,
     raw->config = *config;
     if (!config->max_writing)
         raw->config.max_writing = (config->count + 1) / 2;
-    raw->broken = false;
+    raw->broken = raw->stuck = false;
     raw->next_probe = 0;
     raw->overdue_at = DP_RAW_NEVER;
     raw->watched = raw->unanswered_count = 0;
@@ -114,6 +125,7 @@ int dp_raw_attach(struct dp_pump *pump, struct dp_region *region,
 
 static void end_all(struct dp_pump *pump, uint32_t code) {
     struct dp_raw *raw = pump->raw;
+    dp_raw_refuse_claims(pump, DP_WHY_LOST);
     for (uint32_t slot = 0; slot < raw->region->geometry.slots; slot++) {
         struct dp_raw_exchange *exchange = &raw->exchanges[slot];
         if (!exchange->live)
@@ -134,6 +146,9 @@ void dp_raw_detach(struct dp_pump *pump, uint32_t code) {
         /* What the runtime finished before its end is whole, and goes out. */
         dp_raw_look(pump);
         end_all(pump, code);
+        /* Claims that nobody waits for any more are answered later, if at all. */
+        if (pump->raw->commands)
+            dp_commands_let_go_all(pump->raw->commands);
         free_arrays(pump->raw);
         pump->raw->watched = pump->raw->unanswered_count = 0;
         pump->raw->overdue_at = DP_RAW_NEVER;
@@ -270,6 +285,7 @@ int64_t dp_raw_timer(const struct dp_pump *pump) {
     if (!raw)
         return DP_RAW_NEVER;
     int64_t due = raw->overdue_at < raw->sweep_at ? raw->overdue_at : raw->sweep_at;
+    due = dp_sooner(due, dp_raw_answer_due(raw));
     for (uint32_t slot = raw->first_held; slot != DP_RAW_NOBODY && !raw->broken;
          slot = raw->exchanges[slot].next_held)
         if (raw->exchanges[slot].held_until < due)
@@ -280,6 +296,12 @@ int64_t dp_raw_timer(const struct dp_pump *pump) {
 /* What is held for too long is the next pass's. */
 void dp_raw_on_timer(struct dp_pump *pump) {
     const struct dp_raw *raw = pump->raw;
+    if (raw && dp_raw_answer_due(raw) <= pump->now) {
+        /* It may be this thread that was late. */
+        dp_raw_take_answers(pump);
+        if (dp_raw_answer_due(raw) <= pump->now)
+            dp_raw_give_up(pump);
+    }
     if (raw && raw->overdue_at <= pump->now)
         end_overdue(pump);
     if (raw && raw->sweep_at <= pump->now)
@@ -299,8 +321,12 @@ int dp_raw_fd(const struct dp_pump *pump) {
 
 bool dp_raw_sleep(struct dp_pump *pump) {
     struct dp_raw *raw = attached(pump);
-    return !raw || !dp_listener_sleep(raw->region, raw->config.owner, raw->watches,
-                                      raw->broken ? 0 : raw->watched);
+    if (!raw)
+        return true;
+    uint32_t watched = raw->broken ? 0 : raw->watched;
+    if (dp_listener_sleep(raw->region, raw->config.owner, raw->watches, watched))
+        return false;
+    return raw->broken || !raw->commands || !dp_commands_is_answered(raw->commands);
 }
 
 void dp_raw_wake(struct dp_pump *pump) {

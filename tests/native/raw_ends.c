@@ -390,9 +390,11 @@ static void test_attach_checks(void) {
     }
     reason[256] = 0;
     struct dp_raw_config with = config();
-    region->geometry.table = DP_TABLE_DEVICE; /* whose verbs are others */
+    with.null = 1;
+    region->geometry.table = DP_TABLE_DEVICE; /* whose slots this listener cannot free itself */
     CHECK(dp_raw_attach(&pump, region, &with, reason) == -1);
     region->geometry.table = DP_TABLE_HOST;
+    with.null = 0;
     CHECK(dp_raw_attach(&pump, region, &with, reason) == 0);
     CHECK(dp_raw_fd(&pump) == region->outputs[OWNER - 1]);
     end();

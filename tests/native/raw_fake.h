@@ -159,7 +159,8 @@ void dp_events_push(struct dp_pump *of, uint16_t kind, uint16_t flags, uint64_t 
         .kind = kind, .flags = flags, .connection = connection, .stream = stream};
     CHECK(kind == DP_EVENT_REFUSED ? size == sizeof event->with.refused
                                    : size < sizeof event->with.text);
-    memcpy(&event->with, bytes, size);
+    if (size)
+        memcpy(&event->with, bytes, size);
 }
 
 void dp_events_hand_over(struct dp_pump *of, struct dp_entry *entry, struct dp_stream *stream) {
@@ -277,6 +278,11 @@ static inline void arrive(struct fake_stream *stream, const uint8_t *wire, size_
     if (from < to)
         CHECK(dp_stream_keep(&stream->stream, pool, from, bytes, to - from));
     offer_all(stream);
+}
+
+void dp_conn_offer(struct dp_conn *conn, struct dp_stream *stream) {
+    CHECK(fake(stream)->conn == conn);
+    offer_all(fake(stream));
 }
 
 static inline void peer_resets(struct fake_stream *stream) {
