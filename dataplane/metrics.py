@@ -52,6 +52,10 @@ class _Single(NamedTuple):
 _SINGLES = (
     _Single("claimed_total", "counter", "Slots claimed.", lambda stats, counts: counts.claimed),
     _Single(
+        "pump_claimed_total", "counter", "Slots claimed by the packet pump, without Python.",
+        lambda stats, counts: counts.claimed - stats.claimed,
+    ),
+    _Single(
         "completed_total", "counter", "Answers that ended whole.",
         lambda stats, counts: counts.completed,
     ),

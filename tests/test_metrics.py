@@ -4,6 +4,7 @@ import math
 import os
 import re
 import resource
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import Metric
@@ -18,9 +19,9 @@ NO_SLOTS = [0] * (len(State) + 1)
 STATES = ["FREE", "WRITING", "READY", "RUNNING", "CANCELLING", "DONE"]
 SERIES = ["queue", "ingress", "pickup", "first_token", "total"]
 COUNTERS = {
-    "dataplane_requests", "dataplane_claimed", "dataplane_completed", "dataplane_cancelled",
-    "dataplane_failed", "dataplane_clock_negative", "dataplane_datagrams_dropped",
-    "dataplane_cpu_seconds",
+    "dataplane_requests", "dataplane_claimed", "dataplane_pump_claimed", "dataplane_completed",
+    "dataplane_cancelled", "dataplane_failed", "dataplane_clock_negative",
+    "dataplane_datagrams_dropped", "dataplane_cpu_seconds",
 }  # fmt: skip
 GAUGES = {
     "dataplane_in_flight", "dataplane_slots", "dataplane_runtime_ready", "dataplane_connections",
@@ -116,6 +117,16 @@ def test_counters_are_the_stats(stats: Stats) -> None:
         )
     }  # fmt: skip
     assert list(found.values()) == [1000, 200, 30, 4, 766, 1, 17, 9]
+
+
+def test_claims_of_the_pump_are_counted_apart(stats: Stats) -> None:
+    stats.claimed = 5
+    assert value(page(stats), "dataplane_pump_claimed_total") == 0
+    raw = SimpleNamespace(claimed=7, completed=0, cancelled=0, failed=0, negative=0, ok=0, busy=0)
+    stats.raw = lambda: raw
+    families = page(stats)
+    assert value(families, "dataplane_claimed_total") == 12
+    assert value(families, "dataplane_pump_claimed_total") == 7
 
 
 def test_slots_are_counted_in_every_state(stats: Stats) -> None:
