@@ -36,6 +36,7 @@ RUNS = (
     Run("raw_refused", 1),
     Run("raw_ends", 1),
     Run("raw_out", 10),
+    Run("raw_device", 1),
 )
 
 
