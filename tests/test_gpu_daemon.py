@@ -179,6 +179,7 @@ def test_a_stuck_device_gives_503_within_a_second(
     async def ask() -> None:
         async with connect(bare.address, bare.ca) as client:
             assert (await (await client.submit(PROMPT)).result()).status == 200
+            await asyncio.to_thread(bare.wait_idle)  # no kernel is there that could answer yet
             await asyncio.to_thread(_hang, runtime)
             start = time.monotonic()
             waiting = [asyncio.ensure_future(client.submit(PROMPT)) for _ in range(6)]
@@ -241,6 +242,7 @@ def test_a_device_stuck_for_one_protocol_is_for_the_other(
         h3 = await stack.enter_async_context(connect(bare.address, bare.ca, protocol="h3"))
         assert (await (await raw.submit(PROMPT)).result()).status == 200
         assert (await (await h3.submit(PROMPT)).result()).status == 200
+        await asyncio.to_thread(bare.wait_idle)  # no kernel is there that could answer yet
         await asyncio.to_thread(_hang, runtime)
         assert (await raw.submit(PROMPT)).status == 503
         start = time.monotonic()
