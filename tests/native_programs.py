@@ -52,6 +52,7 @@ _RAW = (
 )
 _RECOVERY = ("quic/recovery", "quic/ranges", "quic/pool", "quic/frames")
 SOURCES = {
+    "clock": (),
     "conn": ("slots", "region", *_CONNECTION),
     "frames": ("quic/frames",),
     "http3": ("http3_request",),
@@ -166,6 +167,7 @@ SANITIZED = {
         Run("recovery", 1),
         Run("congestion", 1),
         Run("recovery_link", 100_000),
+        Run("clock", 500_000),
         Run("conn", 100),
         Run("sending", 30),
         Run("load", 500),

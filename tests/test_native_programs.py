@@ -25,6 +25,7 @@ RUNS = (
     Run("recovery", 1),
     Run("congestion", 1),
     Run("recovery_link", 20_000),
+    Run("clock", 20_000),
     Run("conn", 60),
     Run("sending", 20),
     Run("load", 100),
