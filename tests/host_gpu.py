@@ -49,6 +49,7 @@ class Library:
             *slot, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int32), ctypes.c_uint32,
         ]  # fmt: skip
         native.host_is_cancelled.argtypes = [*slot, ctypes.c_uint64]
+        native.host_set_timer.argtypes = [ctypes.c_int64, ctypes.c_int64]
         native.host_finish.argtypes = [*slot, ctypes.c_uint64, ctypes.c_uint32]
 
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gpu_programs
@@ -106,9 +106,9 @@ def test_claims_are_answered(on: Mapped, gpu: HostGpu, stays: bool) -> None:
     with running(on, stays):
         assert [claim(on) >= 0 for _ in range(50)] == [True] * 50
         wait_until("all is let go", lambda: on.words() == [FREE] * 4)
-    # Both ran once before.
+    # Both ran once before; and what a resident kernel is woken for is a tick's.
     assert gpu.launched(RESIDENT if stays else TICK) > 1
-    assert gpu.launched(TICK if stays else RESIDENT) == 1
+    assert gpu.launched(TICK if stays else RESIDENT) == 1 + stays
 
 
 @BOTH
@@ -188,6 +188,78 @@ def test_claims_go_on_while_a_thread_holds_the_interpreters_lock(
     assert gpu_parts._claims(bench, mode, 15)["claims"] == 40
 
 
+# The time at which a slot was taken.
+
+HOUR_NS = 3_600_000_000_000
+
+
+@pytest.fixture
+def timer(library: Library) -> Iterator[Callable[[int, int], None]]:
+    """Sets how far ahead the device's timer is, in ns, and how many millionths too fast."""
+    yield library.native.host_set_timer
+    library.native.host_set_timer(0, 0)
+
+
+def take(on: Mapped) -> tuple[int, int, int, int]:
+    """Have a slot claimed, published and taken; the times of the claim, before the take, as the
+    device told it, and after it."""
+    host_take = gpu_of(on).library.native.host_take
+    table = DeviceTable(on.region)
+    claimed = time.time_ns()
+    slot = table.admit(Request(1), 1, 8)
+    assert table.submit(slot, table.generation, b"\1\0\0\0", 0, 4) > 0
+    until = time.monotonic() + 10
+    generation = ctypes.c_uint64()
+    before = time.time_ns()
+    while host_take(on.device, slot, ctypes.byref(generation)) < 0:
+        assert time.monotonic() < until, "it is not READY"
+        before = time.time_ns()
+    after = time.time_ns()
+    taken = on.region.native.requests[slot].taken_ns
+    table.let_go(slot, table.generation)
+    gpu_of(on).library.native.host_finish(on.device, slot, generation, lib.DP_FINISH_STOP)
+    return claimed, before, taken, after
+
+
+@BOTH
+@pytest.mark.parametrize("ppm", [0, 200, -200])
+def test_the_taken_time_is_true_for_days(
+    on: Mapped, stays: bool, ppm: int, timer: Callable[[int, int], None]
+) -> None:
+    def check() -> None:
+        claimed, before, taken, after = take(on)
+        # The timer was looked at after the claim; one that is too slow lost so much since.
+        lost = (after - claimed) * max(0, -ppm) // 1_000_000 + 1
+        assert before - lost <= taken
+        assert taken < after + HOUR_NS // 2
+
+    timer(-20 * HOUR_NS, ppm)
+    with running(on, stays):
+        check()
+        check()
+        # What a timer does in years: it is another hour away, this way or that.
+        for ahead in (-19, -20, -21):
+            wait_until("it sleeps", lambda: is_asleep(on))
+            timer(ahead * HOUR_NS, ppm)
+            check()
+        check()
+
+
+def test_after_a_pause_one_command_is_carried_out_before_the_clock_is_looked_at(
+    on: Mapped, gpu: HostGpu
+) -> None:
+    table = DeviceTable(on.region)
+    admission = made(on, stays=False)
+    before = gpu.launched(TICK)
+    time.sleep(0.15)  # the pause
+    for _ in range(3):
+        table.let_go_all()
+    admission.start()
+    wait_until("all is carried out", lambda: not lib.dp_device_pending(on.region.native))
+    assert admission.end()
+    assert gpu.launched(TICK) - before > 1
+
+
 # Errors of the driver.
 
 
@@ -196,7 +268,7 @@ def test_claims_go_on_while_a_thread_holds_the_interpreters_lock(
     [
         ("cuCtxSetCurrent", False, "using the device's context on the admission thread"),
         ("cuLaunchKernel", False, f"launching {TICK}"),
-        ("cuLaunchKernel", True, f"launching {RESIDENT}"),
+        ("cuLaunchKernel", True, f"launching {TICK}"),
         ("cuStreamQuery", False, "the admission kernel on the device"),
         ("cuStreamQuery", True, "the admission kernel on the device"),
         ("cuStreamSynchronize", False, "the admission kernel on the device"),
@@ -221,6 +293,18 @@ def test_a_call_that_fails_ends_it_in_words(
     assert told in capfd.readouterr().err
     gpu.get_stuck(False)
     on.stream.wait()
+
+
+def test_a_resident_kernel_that_cannot_be_launched_again(on: Mapped, gpu: HostGpu) -> None:
+    admission = made(on, stays=True)
+    admission.start()
+    assert claim(on) >= 0
+    wait_until("the kernel is resident", lambda: is_resident(on))
+    gpu.fail("cuLaunchKernel", 719)
+    lib.dp_device_stop(on.region.native, 1)  # as at the end of its looks
+    admission.join(10)
+    assert not admission.is_alive()
+    assert str(admission.error).startswith(f"launching {RESIDENT}")
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SOURCE = kernels.SOURCES / "gpu" / "kernels.cu"
-ENTRIES = {
-    "dp_admission_tick", "dp_admission_resident", "dp_echo", "dp_engine_turn", "dp_read_timer",
-}  # fmt: skip
+ENTRIES = {"dp_admission_tick", "dp_admission_resident", "dp_echo", "dp_engine_turn"}
 MOST_REGISTERS = 80
 TARGETS = (80, 90, 100)
 

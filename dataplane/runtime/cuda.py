@@ -23,7 +23,6 @@ import os
 import select
 import sys
 import threading
-import time
 from types import TracebackType
 from typing import Any, Literal
 
@@ -33,7 +32,7 @@ from dataplane.manifest import Manifest
 from dataplane.runtime.api import Runtime
 from dataplane.runtime.api import attach as _attach
 from dataplane.runtime.cuda_admission import END_WITHIN_S, Admission
-from dataplane.runtime.cuda_device import KERNELS, TIMER, CudaError, CupyGpu, Gpu, Stream
+from dataplane.runtime.cuda_device import KERNELS, CudaError, CupyGpu, Gpu, Stream
 
 __all__ = [
     "KERNELS", "MODES", "CudaError", "CudaRuntime", "CupyGpu", "Gpu", "Mode", "Stream", "attach",
@@ -44,7 +43,6 @@ MODES: tuple[Mode, ...] = ("tick", "persistent")
 
 _LOOK_MS = 250
 _ATTEND_US = 200
-_CLOCK_READS = 8
 
 
 class CudaRuntime:
@@ -75,18 +73,13 @@ class CudaRuntime:
         self.device = self.allocate(size)
         image = ffi.new("char[]", size)
         lib.dp_device_image(native, self._mapped, self.device, image)
-        self._image = ffi.cast("struct dp_device *", image)
-        self._image_buffer = image
-        self._upload()
+        gpu.upload(self.device, bytes(ffi.buffer(image)))
         self.prompts = self._array(layout.prompts, layout.prompt_stride, region.context)
         self.outputs = self._array(layout.outputs, layout.output_stride, region.max_output)
 
     def _array(self, offset: int, stride: int, columns: int) -> Any:
         shape = (self._region.slots, stride // 4)
         return self.gpu.array(self._mapped + offset, shape, "int32", self._region)[:, :columns]
-
-    def _upload(self) -> None:
-        self.gpu.upload(self.device, bytes(ffi.buffer(self._image_buffer)))
 
     @property
     def mapped(self) -> int:
@@ -108,7 +101,6 @@ class CudaRuntime:
             CudaError: A kernel does not run, or the driver cannot be called from C.
         """
         stream = self.gpu.stream()
-        self._set_clock(stream)
         self._admission = Admission(
             self.gpu, stream, self._region, self.device, self.mode == "persistent",
             self.runtime.fileno(), self._work,
@@ -117,22 +109,6 @@ class CudaRuntime:
         self._watchdog = _Watchdog(self.runtime)
         self._watchdog.start()
         self.runtime.ready()
-
-    def _set_clock(self, stream: Stream) -> None:
-        """Find how far the device's timer is from CLOCK_REALTIME: as of the quickest reading."""
-        place = self.allocate(8)
-        best = None
-        for _ in range(_CLOCK_READS):
-            start = time.time_ns()
-            stream.launch(TIMER, 1, 1, place)
-            stream.wait()
-            end = time.time_ns()
-            timer = int.from_bytes(self.gpu.download(place, 8), sys.byteorder, signed=True)
-            if best is None or end - start < best[0]:
-                best = (end - start, (start + end) // 2 - timer)
-        assert best is not None
-        self._image.clock_offset = best[1]
-        self._upload()
 
     def detach(self) -> None:
         """Leave, stop admission and give back what was allocated.

@@ -19,7 +19,7 @@ KERNELS = Path(__file__).resolve().parent.parent / "kernels.fatbin"
 DRIVER = "libcuda.so.1"
 """CUDA's driver, which CuPy has loaded by then."""
 
-TICK, RESIDENT, TIMER = "dp_admission_tick", "dp_admission_resident", "dp_read_timer"
+TICK, RESIDENT = "dp_admission_tick", "dp_admission_resident"
 
 
 class CudaError(DataplaneError):
@@ -201,9 +201,7 @@ class CupyGpu:
         architecture = "sm_{}{}".format(*self.capability)
         with _explained(f"the kernels do not load on {self.name} ({architecture})"):
             self._module = cupy.RawModule(path=str(kernels))
-            self._kernels = {
-                name: self._module.get_function(name) for name in (TICK, RESIDENT, TIMER)
-            }
+            self._kernels = {name: self._module.get_function(name) for name in (TICK, RESIDENT)}
 
     def make_current(self) -> None:
         with _explained(f"using CUDA device {self.number}"):

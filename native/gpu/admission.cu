@@ -235,13 +235,21 @@ DP_DEVICE bool serve_one(dp_device *device, uint32_t ring) {
 /* Kernels, of one block with a thread for each listener ------------------------------------------
  */
 
-/* A tick: what has been posted, at most `most` commands a ring. */
+/* For the host to keep the distance of the clocks (clock.h). */
+DP_DEVICE void stamp(const dp_device *device) {
+    dp_sys_store_relaxed(&device->resident->beat.value, (uint64_t)dp_timer_ns());
+}
+
+/* A tick: what has been posted, at most `most` commands a ring. The stamp is its last act, since
+ * the host looks at it when the tick is over: the less lies between, the less the bound is off. */
 extern "C" __global__ void __launch_bounds__(128)
     dp_admission_tick(dp_device *device, unsigned most) {
     if (threadIdx.x >= device->listeners)
         return;
     for (unsigned i = 0; i < most && serve_one(device, threadIdx.x); i++)
         ;
+    if (threadIdx.x == 0)
+        stamp(device);
 }
 
 /* Stays for `polls` looks at each ring, or until the stop flag is set; the host launches it again,
@@ -250,24 +258,17 @@ extern "C" __global__ void __launch_bounds__(128)
     dp_admission_resident(dp_device *device, unsigned polls, unsigned nap_ns) {
     if (threadIdx.x >= device->listeners)
         return;
-    dp_resident *resident = device->resident;
     unsigned idle = 0;
     for (unsigned poll = 0; poll < polls; poll++) {
         if (poll % LOOKS_A_STOP == 0) {
-            if (dp_sys_load_relaxed(&resident->stop.value))
+            if (dp_sys_load_relaxed(&device->resident->stop.value))
                 return;
             if (threadIdx.x == 0)
-                dp_sys_store_relaxed(&resident->beat.value,
-                                     dp_sys_load_relaxed(&resident->beat.value) + 1);
+                stamp(device);
         }
         if (serve_one(device, threadIdx.x))
             idle = 0;
         else if (++idle > BUSY_POLLS)
             __nanosleep(nap_ns);
     }
-}
-
-/* The device's timer, for the host to find how far it is from its own clock. */
-extern "C" __global__ void dp_read_timer(int64_t *to) {
-    *to = dp_timer_ns();
 }

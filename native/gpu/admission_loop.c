@@ -11,10 +11,12 @@
 #include <unistd.h>
 
 #include "../atomics.h"
+#include "clock.h"
 
 enum {
     LOOK_MS = 250, /* longest sleep */
     COMMANDS_A_TICK = 4096,
+    PAUSE_MS = 100, /* without a launch for so long, the clocks may be apart (clock.h) */
     QUERY_US = 50,  /* how long a kernel's end is asked for before the driver waits for it */
     RELAX = 16,     /* pauses between two questions, each of which takes the driver's lock */
     POLLS = 200000, /* of a resident kernel: some hundred ms */
@@ -30,6 +32,8 @@ struct dp_admission {
     int watch; /* an epoll of `wake` and the daemon: readable when the loop is to end */
     uint32_t ending;
     enum dp_admission_call failed;
+    struct dp_clock clock;
+    int64_t launched_ns; /* CLOCK_REALTIME before the last launch */
     /* What the kernels' arguments point at; the driver copies them at each launch. */
     uint32_t most, polls, nap_ns;
     void *of_tick[2], *of_resident[3];
@@ -56,6 +60,8 @@ struct dp_admission *dp_admission_new(const struct dp_admission_plan *plan) {
         .most = COMMANDS_A_TICK,
         .polls = POLLS,
         .nap_ns = NAP_NS,
+        /* A stamp that is there already is of no launch of this loop. */
+        .clock.timer_ns = (int64_t)dp_device_beat(plan->region),
     };
     uint64_t *device = &admission->plan.device;
     admission->of_tick[0] = admission->of_resident[0] = device;
@@ -128,10 +134,27 @@ static int make_current(struct dp_admission *admission) {
     return noted(admission, DP_ADMISSION_CONTEXT, plan->driver->cuCtxSetCurrent(plan->context));
 }
 
+/* Keeps the offset of the clocks, where there is a new stamp. Each kernel's last one is looked at
+ * before the next launch, so a stamp is always of the last kernel launched. */
+static void look_at_clock(struct dp_admission *admission) {
+    struct dp_region *region = admission->plan.region;
+    struct dp_clock *clock = &admission->clock;
+    int64_t stamp = (int64_t)dp_device_beat(region);
+    if (stamp == clock->timer_ns)
+        return;
+    /* After the stamp: the reading bounds what the stamp was made at. */
+    dp_clock_see(clock, admission->launched_ns, stamp, dp_realtime_ns());
+    dp_device_set_offset(region, clock->offset_ns);
+}
+
 /* One block, a thread for each listener's ring. */
 static int launch(struct dp_admission *admission, enum dp_admission_call which) {
     const struct dp_admission_plan *plan = &admission->plan;
     bool is_tick = which == DP_ADMISSION_TICK;
+    int64_t last_ns = admission->launched_ns;
+    admission->launched_ns = dp_realtime_ns();
+    bool was_paused = admission->launched_ns - last_ns > PAUSE_MS * INT64_C(1000000);
+    admission->most = was_paused ? 1 : COMMANDS_A_TICK;
     int result = plan->driver->cuLaunchKernel(
         is_tick ? plan->tick : plan->resident, 1, 1, 1, plan->region->geometry.listeners, 1, 1, 0,
         plan->stream, is_tick ? admission->of_tick : admission->of_resident, NULL);
@@ -146,10 +169,13 @@ static int finish(struct dp_admission *admission) {
     int result;
     while ((result = plan->driver->cuStreamQuery(plan->stream)) == DP_CUDA_NOT_READY &&
            now_ns() < until)
-        for (int i = 0; i < RELAX; i++)
+        for (int i = 0; i < RELAX; i++) {
+            look_at_clock(admission);
             dp_cpu_relax();
+        }
     if (result == DP_CUDA_NOT_READY)
         result = plan->driver->cuStreamSynchronize(plan->stream);
+    look_at_clock(admission);
     return noted(admission, DP_ADMISSION_KERNEL, result);
 }
 
@@ -169,23 +195,26 @@ static int attend(struct dp_admission *admission, int64_t *news_ns) {
     while ((result = plan->driver->cuStreamQuery(plan->stream)) == DP_CUDA_NOT_READY) {
         if (dp_bell_attend(admission->bell, plan->work, ATTEND_US))
             *news_ns = now_ns();
+        look_at_clock(admission);
         if (is_over(admission))
             dp_device_stop(plan->region, 1);
     }
+    look_at_clock(admission);
     dp_bell_ring(admission->bell, plan->work);
     return noted(admission, DP_ADMISSION_KERNEL, result);
 }
 
-/* Keeps a kernel resident until there was nothing new for a while. */
+/* Keeps a kernel resident until there was nothing new for a while. A tick comes first: a slot may
+ * be claimed and taken before a resident kernel's first stamp is seen. */
 static int stay(struct dp_admission *admission) {
+    int result = tick(admission);
     int64_t news_ns = now_ns();
-    int result;
-    do {
+    while (!result && !is_over(admission) &&
+           now_ns() - news_ns < RESIDENT_IDLE_MS * INT64_C(1000000)) {
         result = launch(admission, DP_ADMISSION_RESIDENT);
         if (!result)
             result = attend(admission, &news_ns);
-    } while (!result && !is_over(admission) &&
-             now_ns() - news_ns < RESIDENT_IDLE_MS * INT64_C(1000000));
+    }
     return result;
 }
 

@@ -181,7 +181,7 @@ int dp_bell_attend(struct dp_bell *bell, int work_fd, uint32_t us) {
     return dp_bell_ring(bell, work_fd) || any;
 }
 
-/* Resident kernels ----------------------------------------------------------------------------- */
+/* The words of struct dp_resident ------------------------------------------------------------- */
 
 void dp_device_stop(struct dp_region *region, int stop) {
     dp_store_release(&resident_of(region)->stop.value, (uint64_t)stop);
@@ -189,4 +189,8 @@ void dp_device_stop(struct dp_region *region, int stop) {
 
 uint64_t dp_device_beat(struct dp_region *region) {
     return dp_load_relaxed(&resident_of(region)->beat.value);
+}
+
+void dp_device_set_offset(struct dp_region *region, int64_t offset_ns) {
+    dp_store_relaxed(&resident_of(region)->offset.value, (uint64_t)offset_ns);
 }

@@ -36,8 +36,7 @@ struct dp_device {
     uint32_t entries;
     uint32_t context;
     uint32_t max_output;
-    uint32_t padding;
-    int64_t clock_offset; /* CLOCK_REALTIME less the device's timer, in ns */
+    uint32_t padding[3]; /* the cursors begin on a line */
     struct dp_cursor cursors[DP_MAX_LISTENERS];
 };
 
@@ -63,8 +62,10 @@ int dp_bell_ring(struct dp_bell *bell, int work_fd);
  * Whether anything was new. */
 int dp_bell_attend(struct dp_bell *bell, int work_fd, uint32_t us);
 
-/* The stop flag of resident kernels, and their heartbeat. */
+/* The words of struct dp_resident: the stop flag, the last stamp (0: none yet), and the offset by
+ * which dp_slot_take tells CLOCK_REALTIME (clock.h). */
 void dp_device_stop(struct dp_region *region, int stop);
 uint64_t dp_device_beat(struct dp_region *region);
+void dp_device_set_offset(struct dp_region *region, int64_t offset_ns);
 
 #endif

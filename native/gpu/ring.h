@@ -56,10 +56,13 @@ struct dp_ring {
     struct dp_word consumed; /* the device's: positions that have a verdict */
 };
 
-/* Of a kernel that stays on the device. */
+/* What the admission kernels and the thread that launches them tell each other; the daemon has no
+ * part in it. */
 struct dp_resident {
-    struct dp_word beat; /* the device's: moves while the kernel runs */
-    struct dp_word stop; /* the host's: not 0 asks it to end */
+    struct dp_word beat;   /* the device's: a stamp of its timer, in ns (clock.h); it moves while a
+                              kernel stays on the device */
+    struct dp_word stop;   /* the host's: not 0 asks that one to end */
+    struct dp_word offset; /* the host's, i64: CLOCK_REALTIME less the device's timer, in ns */
 };
 
 /* Entries of a ring, a power of two: when a listener has posted all that it may without an answer

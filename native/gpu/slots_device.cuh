@@ -55,6 +55,12 @@ DP_DEVICE bool dp_slot_is_ready(const dp_device *device, uint32_t slot) {
     return dp_word_state(dp_gpu_load_relaxed(&device->words[slot])) == DP_READY;
 }
 
+/* CLOCK_REALTIME in ns, as the host keeps its distance (clock.h). */
+DP_DEVICE int64_t dp_realtime_on_device(const dp_device *device) {
+    int64_t timer = dp_timer_ns();
+    return timer + (int64_t)dp_sys_load_relaxed(&device->resident->offset.value);
+}
+
 /* Take a READY slot: DP_RUNNING and its generation, or DP_ILLEGAL. */
 DP_DEVICE int dp_slot_take(const dp_device *device, uint32_t slot, uint64_t *generation) {
     uint64_t word = dp_gpu_load_relaxed(&device->words[slot]);
@@ -65,7 +71,7 @@ DP_DEVICE int dp_slot_take(const dp_device *device, uint32_t slot, uint64_t *gen
     if (!dp_gpu_cas(&device->words[slot], &word, running))
         return DP_ILLEGAL;
     *generation = dp_word_generation(running);
-    device->requests[slot].taken_ns = dp_timer_ns() + device->clock_offset;
+    device->requests[slot].taken_ns = dp_realtime_on_device(device);
     dp_sys_store_release(&device->mirrors[slot], running);
     return DP_RUNNING;
 }

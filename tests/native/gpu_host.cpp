@@ -24,8 +24,6 @@ void run(const char *name, unsigned blocks, unsigned threads, const uint64_t *ar
     else if (!strcmp(name, "dp_admission_resident"))
         dp_host_launch(1, threads, dp_admission_resident, device, (unsigned)arguments[1],
                        (unsigned)arguments[2]);
-    else if (!strcmp(name, "dp_read_timer"))
-        dp_host_launch(1, 1, dp_read_timer, reinterpret_cast<int64_t *>(arguments[0]));
     else if (!strcmp(name, "dp_echo"))
         dp_host_launch(blocks, threads, dp_echo, (const dp_device *)device,
                        reinterpret_cast<dp_echo_job *>(arguments[1]), (unsigned)arguments[2],
@@ -41,8 +39,7 @@ extern "C" {
 
 int host_knows(const char *name) {
     return !strcmp(name, "dp_admission_tick") || !strcmp(name, "dp_admission_resident") ||
-           !strcmp(name, "dp_read_timer") || !strcmp(name, "dp_echo") ||
-           !strcmp(name, "dp_engine_turn");
+           !strcmp(name, "dp_echo") || !strcmp(name, "dp_engine_turn");
 }
 
 void *host_launch(const char *name, unsigned blocks, unsigned threads, const uint64_t *arguments) {
@@ -63,6 +60,12 @@ int host_done(void *launch) {
 void host_wait(void *launch) {
     static_cast<Launch *>(launch)->thread.join();
     delete static_cast<Launch *>(launch);
+}
+
+/* How the device's timer runs from now on. */
+void host_set_timer(int64_t ahead_ns, int64_t ppm) {
+    dp_host_timer_ahead_ns = ahead_ns;
+    dp_host_timer_ppm = ppm;
 }
 
 size_t host_echo_job_bytes() {

@@ -73,6 +73,7 @@ struct World {
     dp_region *region;
     dp_device *device;
     Flag stop;
+    bool has_clock;       /* an admission thread keeps the device's clock with the host's */
     uint32_t engine_took; /* by the engine of the host's, which alone writes it */
     /* Who holds a slot, written by its holder alone: a slot held twice is a race on it. */
     uint32_t holders[SLOTS];
