@@ -223,8 +223,12 @@ class AttachServer:
         if attachment is None:
             return
         _log.warning("attachment %d%s ended: %s", attachment.number, _in_partition(place), why)
-        self._on_drop(attachment, why)
-        attachment.close()
+        try:
+            self._on_drop(attachment, why)
+        except Exception:  # the next runtime gets the place all the same
+            _log.exception("ending attachment %d failed", attachment.number)
+        finally:
+            attachment.close()
 
 
 def _in_partition(place: Place) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dataplane.attach import AttachServer
 from dataplane.attachment import Attachment
 from dataplane.device_table import DeviceTable, table_of
-from dataplane.errors import DataplaneError
+from dataplane.errors import DataplaneError, UsageError
 from dataplane.fronts.generate import Generate
 from dataplane.ingress import Ingress
 from dataplane.listener import Listener
@@ -120,14 +120,14 @@ class Served:
 
     def dropped(self, attachment: Attachment) -> None:
         """The attachment is over: what was in flight ends."""
+        if self._supervisor:
+            self._supervisor.lost(attachment.pid)
         if attachment.ready:
             self._listener.unwatch_output(self.ingress)
             if self._generate.routes.sole is not None:
                 self._listener.engine.detach()
             self.ingress.detach("the runtime is gone; another one is expected")
             self._listener.finish_pass()
-        if self._supervisor:
-            self._supervisor.lost(attachment.pid)
 
     def _broken(self, rule: str) -> None:
         """Egress read something that the contract forbids: end the attachment after this pass."""
@@ -153,10 +153,11 @@ class Served:
         """The bundled runtime ended before it ever was ready; whether to start it again.
 
         A device may come back, and another partition's runtime is not to fall with this one. What
-        fails on a CPU will fail again.
+        fails on a CPU will fail again, and so will a command line.
         """
         words = f"{self._say()} ended with status {status} before it was ready"
-        if self._partition is None and self._config.runtime not in CUDA_RUNTIMES:
+        may_recover = self._config.runtime in CUDA_RUNTIMES and status != UsageError.exit_code
+        if len(self._attachments.places) == 1 and not may_recover:
             self.error = DataplaneError(f"{words} (what it said stands above)")
         else:
             self.ingress.why_unavailable = f"{words}; it is started again, and the log says why"

@@ -268,6 +268,30 @@ def test_the_daemon_hears_of_every_end(tmp_path: Path) -> None:
     serve(path, body)
 
 
+def test_a_daemon_that_fails_at_an_end_takes_the_next_runtime(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "runtime.sock"
+
+    def fail(attachment: Attachment, why: str) -> None:
+        raise ValueError("of its own")
+
+    async def main() -> None:
+        server = AttachServer(str(path), lambda attachment: None, fail)
+        await server.start()
+        held = len(os.listdir("/proc/self/fd"))
+        for number in (1, 2, 3):
+            with contextlib.closing(RawRuntime(path)) as runtime:
+                runtime.say(manifest_line())
+                assert (await answer(runtime))["attachment"] == number
+            await until("it is gone", lambda: server.places["default"].current is None)
+        await until("nothing is held", lambda: len(os.listdir("/proc/self/fd")) == held)
+        await server.stop()
+
+    run(main())
+    assert "of its own" in caplog.text
+
+
 def test_the_end_of_the_daemon_ends_the_attachment(tmp_path: Path) -> None:
     path = tmp_path / "runtime.sock"
     runtimes: list[RawRuntime] = []
