@@ -231,6 +231,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: it is no UTF-8 text (at line {line})") from error
     try:
         return tomllib.loads(text)
+    except RecursionError as error:
+        raise UsageError(f"{path}: it is no TOML: it nests too deep") from error
     except tomllib.TOMLDecodeError as error:
         end = f"at line {len(text.splitlines())}, the last"
         reason = str(error).replace("at end of document", end)

@@ -54,6 +54,7 @@ class Ingress:
 
     Attributes:
         name: The partition's.
+        is_alone: Whether no other one serves the same connections.
         table: The slots, or None while no runtime is ready.
         why_unavailable: What a 503 says meanwhile.
         queue_us: From header complete to claim decided, of the last claim.
@@ -79,6 +80,7 @@ class Ingress:
         self.body_timeout = body_timeout
         self._configured_max_writing = max_writing
         self.max_writing = 0
+        self.is_alone = True
         self._null = False
         self._exchanges: list[Exchange] = []
         self._next_id = secrets.randbits(63) or 1
@@ -162,12 +164,14 @@ class Ingress:
         if self.draining:
             return refusals.draining()
         if connection.writing >= self.max_writing:
-            return Refusal(
-                Status.BUSY,
-                f"this connection already holds {connection.writing} slots whose prompts are not"
-                " complete, which is its cap: finish those first",
-                self.retry_after_ms(),
-            )
+            held = self._writing_of(connection)
+            if held >= self.max_writing:
+                return Refusal(
+                    Status.BUSY,
+                    f"this connection already holds {held} slots whose prompts are not complete,"
+                    " which is its cap: finish those first",
+                    self.retry_after_ms(),
+                )
         request_id = request.request_id or self._new_id()
         max_output = request.max_output or region.max_output
         slot = table.admit(request, request_id, max_output)
@@ -200,6 +204,14 @@ class Ingress:
         connection.writing += 1
         self.stats.claimed += 1
         return exchange
+
+    def _writing_of(self, connection: Peer) -> int:
+        """Count the slots that a connection holds in WRITING, those of other partitions not."""
+        if self.is_alone:
+            return connection.writing
+        return sum(
+            exchange.writing and exchange.connection is connection for exchange in self._exchanges
+        )
 
     def _new_id(self) -> int:
         request_id = self._next_id

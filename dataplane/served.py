@@ -80,7 +80,7 @@ class Served:
             return
         _log.info("starting %s", self._say())
         arguments = runtime_arguments(self._config, self._partition)
-        self._supervisor = Supervisor(arguments, self._ended_early, self._say())
+        self._supervisor = Supervisor(arguments, self._ended_early, self._say(), self._has_attached)
         self._supervisor.start()
 
     def serve(self, region: Region, null: bool = False) -> None:
@@ -149,15 +149,19 @@ class Served:
 
         asyncio.get_running_loop().call_soon(drop)
 
+    def _has_attached(self, pid: int) -> bool:
+        current = self._place.current
+        return current is not None and current.pid == pid
+
     def _ended_early(self, status: int) -> bool:
-        """The bundled runtime ended before it ever was ready; whether to start it again.
+        """The bundled runtime ended before it was ready; whether to start it again.
 
         A device may come back, and another partition's runtime is not to fall with this one. What
         fails on a CPU will fail again, and so will a command line.
         """
         words = f"{self._say()} ended with status {status} before it was ready"
         may_recover = self._config.runtime in CUDA_RUNTIMES and status != UsageError.exit_code
-        if len(self._attachments.places) == 1 and not may_recover:
+        if len(self._attachments.places) == 1 and not may_recover and not self.is_settled:
             self.error = DataplaneError(f"{words} (what it said stands above)")
         else:
             self.ingress.why_unavailable = f"{words}; it is started again, and the log says why"

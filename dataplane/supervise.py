@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 _log = logging.getLogger("dataplane.runtime")
 
+ATTACH_WITHIN_S = 120.0
+"""To load a model; as long again from then on until it is ready."""
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 END_WITHIN_S = 5.0
@@ -22,9 +24,10 @@ class Supervisor:
 
     Args:
         arguments: Of `dataplane runtime`.
-        on_early_end: Called with the exit status when it ends before it ever was ready; says
-            whether it is to be started again all the same.
+        on_early_end: Called with the exit status when it ends without having been ready since it
+            was started; says whether it is to be started again, if it never was ready.
         name: What the log calls it.
+        has_attached: Whether a process has; one that has not within `ATTACH_WITHIN_S` is ended.
     """
 
     def __init__(
@@ -32,12 +35,15 @@ class Supervisor:
         arguments: list[str],
         on_early_end: Callable[[int], bool],
         name: str = "the runtime",
+        has_attached: Callable[[int], bool] = lambda pid: True,
     ) -> None:
         self._arguments = arguments
         self._on_early_end = on_early_end
         self._name = name
+        self._has_attached = has_attached
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_ready = False
         self._was_ready = False
         self._backoff = BACKOFF_FIRST_S
 
@@ -46,7 +52,7 @@ class Supervisor:
 
     def ready(self) -> None:
         """The runtime serves: the next failure waits the shortest time again."""
-        self._was_ready = True
+        self._is_ready = self._was_ready = True
         self._backoff = BACKOFF_FIRST_S
 
     def lost(self, pid: int) -> None:
@@ -56,8 +62,9 @@ class Supervisor:
 
     async def _run(self) -> None:
         while True:
+            self._is_ready = False
             status = await self._run_once()
-            if not self._was_ready and not self._on_early_end(status):
+            if not self._is_ready and not self._on_early_end(status) and not self._was_ready:
                 return
             _log.warning(
                 "%s ended with status %d; it starts again in %.1f s",
@@ -77,7 +84,18 @@ class Supervisor:
         except OSError as error:  # no memory, no descriptor: another time there may be
             _log.error("the runtime cannot be started: %s", error)
             return 1
-        return await self._process.wait()
+        process = self._process
+        late = asyncio.get_running_loop().call_later(ATTACH_WITHIN_S, self._end_late, process)
+        try:
+            return await process.wait()
+        finally:
+            late.cancel()
+
+    def _end_late(self, process: asyncio.subprocess.Process) -> None:
+        """From an attachment on its pulse is watched; nobody else would end what hangs before."""
+        if not self._has_attached(process.pid):
+            _log.error("%s did not attach within %g s: it is ended", self._name, ATTACH_WITHIN_S)
+            _kill(process)
 
     async def stop(self) -> None:
         """End the child: asked first, killed after a while."""

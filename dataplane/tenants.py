@@ -22,6 +22,7 @@ from dataplane.ingress import Ingress
 from dataplane.stats import Stats
 
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
+_NOTHING = sha256(b"").digest()
 _KEYS = ("partition", "key_sha256")
 _HOW = "`authorization: Bearer KEY`, `x-api-key`, or extension 1 of a prompt/1 header"
 NO_KEY = Refusal(Status.UNAUTHORIZED, f"an API key is needed: {_HOW}")
@@ -41,6 +42,8 @@ class KeyedRoutes:
     def __init__(self, ingresses: Mapping[str, Ingress], tenants: Mapping[bytes, str]) -> None:
         self.home: Ingress = next(iter(ingresses.values()))
         self.stats: Stats = self.home.stats
+        for ingress in ingresses.values():
+            ingress.is_alone = len(ingresses) == 1
         self._by_key = {digest: ingresses[name] for digest, name in tenants.items()}
 
     def of(self, key: bytes | None) -> Ingress | Refusal:
@@ -67,7 +70,7 @@ def read(path: Path, partitions: Sequence[str]) -> dict[bytes, str]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--tenants {path}: it cannot be read: {error.strerror}") from error
-    except ValueError as error:  # of UTF-8 or of TOML
+    except (ValueError, RecursionError) as error:  # of UTF-8 or of TOML
         raise UsageError(f"--tenants {path}: it is no TOML: {error}") from error
     found: dict[bytes, str] = {}
     owners: dict[bytes, str] = {}
@@ -109,7 +112,12 @@ def _digests(where: str, entry: Mapping[str, Any]) -> list[bytes]:
             f"{where}: key_sha256 must be the SHA-256 of a key, 64 hexadecimal digits, or a list of"
             ' those: `printf %s "$KEY" | sha256sum` prints one'
         )
-    return [bytes.fromhex(text) for text in texts]
+    digests = [bytes.fromhex(text) for text in texts]
+    if _NOTHING in digests:
+        raise UsageError(
+            f"{where}: that key_sha256 is the hash of an empty key, which is none: was $KEY set?"
+        )
+    return digests
 
 
 def _listed(names: Sequence[str]) -> str:

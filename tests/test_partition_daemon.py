@@ -20,6 +20,7 @@ from raw_runtime import MANIFEST, Puppet, manifest_line, raw_runtime, refusal
 
 from dataplane.client import Client, ResetError, connect
 from dataplane.errors import ResetCode
+from dataplane.prompt1 import Request, encode_request
 from dataplane.runtime import Finish, Manifest, attach
 
 SLOTS = 2
@@ -173,6 +174,33 @@ def test_a_full_partition_takes_nothing_from_the_other(bare: DaemonProcess) -> N
             assert [other.status for other in others] == [200] * SLOTS
             assert (await raw.submit([9], api_key="beta")).status == 429
             for answer in (*held, *others):
+                answer.cancel()
+            await until("all is cancelled", lambda: bare.health()["in_flight"] == 0)
+
+    with runtime_in(bare, "a"), runtime_in(bare, "b"):
+        run(main())
+
+
+def test_unfinished_prompts_in_one_count_against_nothing_in_the_other(
+    bare: DaemonProcess,
+) -> None:
+    def begun(key: str) -> bytes:
+        return encode_request(Request(4, api_key=key.encode())) + words([1])
+
+    async def main() -> None:
+        async with client(bare) as raw:
+            held = [await raw.raw(begun("alpha"), fin=False)]
+            await until("it is held", lambda: "WRITING" in states(bare, "a"))
+            other = await raw.submit([1], api_key="beta")
+            assert other.status == 200
+            more = await raw.raw(begun("alpha"), fin=False)
+            await more.opened()
+            assert (more.status, more.reason) == (
+                429,
+                "this connection already holds 1 slots whose prompts are not complete, which is"
+                " its cap: finish those first",
+            )
+            for answer in (*held, other):
                 answer.cancel()
             await until("all is cancelled", lambda: bare.health()["in_flight"] == 0)
 

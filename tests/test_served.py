@@ -45,6 +45,14 @@ def test_what_will_fail_again_ends_the_daemon(
     assert f"ended with status {status} before it was ready" in str(one.error)
 
 
+def test_what_was_ready_once_is_started_again_whatever_it_says() -> None:
+    one = served("echo", ["default"])
+    one.is_settled = True
+    assert one._ended_early(7)
+    assert one.error is None
+    assert "the runtime echo ended with status 7" in one.ingress.why_unavailable
+
+
 @pytest.mark.parametrize(
     ("runtime", "partitions", "status"),
     [

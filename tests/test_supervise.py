@@ -40,7 +40,7 @@ class Told(list[int]):
 
 
 def was_ready_once() -> Supervisor:
-    supervisor = Supervisor(["echo"], lambda status: pytest.fail("it was ready once"))
+    supervisor = Supervisor(["echo"], lambda status: False)
     supervisor.ready()
     supervisor.start()
     return supervisor
@@ -103,6 +103,52 @@ def test_an_early_end_need_not_be_final(
     run(main())
     assert told[:3] == [3, 3, 3]
     assert "the fourth one ended with status 3; it starts again in 0.0 s" in caplog.messages
+
+
+def test_one_that_was_ready_and_fails_at_its_next_start_is_told_and_started_again(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script("exit 7")
+    monkeypatch.setattr(supervise, "BACKOFF_FIRST_S", 0.01)
+    told = Told()
+
+    async def main() -> None:
+        supervisor = Supervisor(["echo"], told.end(again=False))
+        supervisor.ready()
+        supervisor.start()
+        await until("it is told again", lambda: len(told) >= 3)
+        await supervisor.stop()
+
+    run(main())
+    assert told[:3] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("attaches", [True, False])
+def test_one_that_hangs_before_it_attaches_is_ended(
+    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    attaches: bool,
+) -> None:  # fmt: skip
+    script("exec sleep 60")
+    monkeypatch.setattr(supervise, "ATTACH_WITHIN_S", 0.1)
+    asked: list[int] = []
+    told = Told()
+
+    def has_attached(pid: int) -> bool:
+        asked.append(pid)
+        return attaches
+
+    async def main() -> None:
+        supervisor = Supervisor(["echo"], told.end(again=False), "the fifth", has_attached)
+        supervisor.start()
+        await until("it was looked for", lambda: asked)
+        if not attaches:
+            await until("its end is told", lambda: told)
+        await supervisor.stop()
+
+    run(main())
+    assert told == ([] if attaches else [-signal.SIGKILL])
+    said = "the fifth did not attach within 0.1 s: it is ended"
+    assert (said in caplog.messages) is not attaches
 
 
 POLITE = "trap 'echo > {asked}; exit 0' TERM\necho > {up}\nwhile :; do sleep 0.02; done"

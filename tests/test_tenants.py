@@ -43,6 +43,8 @@ def test_where_there_is_one_partition_it_need_not_be_named(tmp_path: Path) -> No
         ("", "there is no tenant in it, so nobody could ask"),
         ("[acme", "it is no TOML"),
         ("\xff", "it is no TOML"),
+        ("a = " + "[" * 5000 + "]" * 5000, "it is no TOML"),
+        (f'[x]\nkey_sha256 = "{sha256(b"").hexdigest()}"\npartition = "a"', "an empty key"),
         ("acme = 1", "[acme]: it is a value"),
         ('[acme]\npartition = "a"', "[acme]: key_sha256 must be the SHA-256 of a key"),
         ('[acme]\npartition = "a"\nkey_sha256 = "alpha"', "64 hexadecimal digits"),
