@@ -22,6 +22,7 @@ from dataplane.runtime.cuda import CudaError
 pytest.importorskip("torch", reason="no PyTorch: pip install -e '.[torch]'")
 pytest.importorskip("gguf", reason="no gguf: pip install -e '.[torch]'")
 
+from late_stream import LateStream, reads_of
 from test_torch_model import _ask, _batcher
 
 from dataplane.runtime import smollm2_torch
@@ -51,6 +52,28 @@ def test_a_small_network_answers_as_it_does_elsewhere(library: Library) -> None:
             engine.turn()
         assert [one.out for one in asked] == [one.out for one in elsewhere]
         assert [one.stated.finish_reason for one in asked] == [2, 2, 2]
+
+
+def test_a_late_device_reads_no_prompt_of_the_slots_next_request(library: Library) -> None:
+    first, second = list(range(20)), list(range(30, 49))
+    alone = _Request(0, second, max_output=4)
+    _Bench(alone, batcher=_batcher(), stop_ids=()).until_done(alone)
+    with local_device(library, slots=1) as on:
+        batcher = _batcher(stream=LateStream())
+        reads = reads_of(batcher)
+        engine = smollm2_torch._Engine(on.runtime, batcher, (), print)
+        gone = on.ask(first, 4)
+        engine.turn()  # a chunk of eight of its ids is under way
+        assert gone.cancel()
+        engine.turn()
+        on.runtime.flush()
+        asked = on.ask(second, 4)
+        for _ in range(100):
+            if asked.state == DONE:
+                break
+            engine.turn()
+        assert (asked.slot, asked.out) == (gone.slot, alone.out)
+        assert reads == [first[:8], second[:8], second[8:16], second[16:]]
 
 
 @pytest.mark.model
@@ -86,7 +109,7 @@ def test_a_gpu_without_cupy_is_told_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(model, "locate", lambda: None)
+    monkeypatch.setattr(model, "locate_weights", lambda: None)
     monkeypatch.setattr(model, "tokenizer_json", lambda files, folder: folder)
     monkeypatch.setitem(sys.modules, "cupy", None)
     said: list[str] = []

@@ -32,6 +32,7 @@ from dataplane.runtime import gguf_weights, sampling, smollm2_torch  # noqa: E40
 from dataplane.runtime.gguf_weights import Shape, Weights  # noqa: E402
 from dataplane.runtime.smollm2_torch import TorchBatcher, TorchError  # noqa: E402
 from dataplane.runtime.torch_prompts import on_host  # noqa: E402
+from dataplane.runtime.torch_stream import Stream  # noqa: E402
 from dataplane.runtime.transformer import Transformer, planned_bytes  # noqa: E402
 
 # No packet's way depends on the model.
@@ -412,8 +413,10 @@ def test_rows_sample_each_in_its_way() -> None:
 # ---------------------------------------------------------------- the batcher, on a small network
 
 
-def _batcher(slots: int = 3, per_slot: int = 40, chunk: int = 8) -> TorchBatcher:
-    return TorchBatcher(SMALL, _weights(SMALL), slots, per_slot, chunk, CPU)
+def _batcher(
+    slots: int = 3, per_slot: int = 40, chunk: int = 8, stream: Stream | None = None
+) -> TorchBatcher:
+    return TorchBatcher(SMALL, _weights(SMALL), slots, per_slot, chunk, CPU, stream)
 
 
 def test_prompts_are_looked_at_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ Why a loop of small steps: one thread computes, so whatever is being computed ke
 waiting. The rules that hold here:
 
 - Slot s is sequence s of the batcher. Prompts are read where they lie; nothing keeps them after
-  the last chunk.
+  the last chunk. A request ends only after the batcher's `forget`, which returns once nothing reads
+  its prompt: its slot is another's from then on.
 - A turn of the loop takes what is new, drops what is cancelled, runs one chunk of one prompt and
   then one step of every answer. Prompts take turns chunk by chunk. So no answer waits for more
   than one chunk, and a cancelled slot is free again after at most one turn.

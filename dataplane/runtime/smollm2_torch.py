@@ -12,11 +12,15 @@ here:
   length varies and so stands outside of the graphs.
 - An id is looked at on the host before the device sees it: a GPU that indexes outside of a matrix
   is lost to the whole process.
+- A slot is let go only once the device has run what reads its prompt: the slot's next prompt may be
+  anything. The engine calls `forget` before it finishes a request, and `forget` waits.
+- What is written for the device lies in mirrors, which wait by themselves (`torch_stream`).
 - One thread computes on the CPU, for the reason that llama.cpp's does.
 - A batcher belongs to one thread.
 """
 
 import contextlib
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +53,7 @@ from dataplane.runtime.cuda_engine import CudaEngineRuntime
 from dataplane.runtime.gguf_weights import Shape, Weights
 from dataplane.runtime.sampling import COLDEST, Choice, Draws, choose
 from dataplane.runtime.torch_prompts import RegionPrompts, copied_to, on_host
+from dataplane.runtime.torch_stream import CudaStream, Mirror, Step, Stream
 from dataplane.runtime.transformer import Transformer, planned_bytes
 
 CHUNK = {"cpu": 32, "cuda": 256}
@@ -59,34 +64,9 @@ _BAD_ID, _NO_ROOM = -1, 1
 # Runs before a capture, in which libraries choose kernels and allocate what they keep.
 _TRIAL_RUNS = 3
 
-Run = Callable[[], None]
-
 
 class TorchError(DataplaneError):
     """There is no room for the model, or more was asked than it can do."""
-
-
-class _Mirror:
-    """A buffer of the device and the host's copy of it; on the CPU these are one."""
-
-    __slots__ = ("_device", "_host", "array")
-
-    def __init__(self, device: Tensor) -> None:
-        self._device = self._host = device
-        if device.device.type != "cpu":
-            self._host = torch.zeros_like(device, device="cpu").pin_memory()
-        self.array = self._host.numpy()
-
-    def send(self) -> None:
-        """Have the device see what was written into `array`, in the order of its work."""
-        if self._host is not self._device:
-            self._device.copy_(self._host, non_blocking=True)
-
-    def receive(self) -> None:
-        """Wait for the device's work, and see its results in `array`."""
-        if self._host is not self._device:
-            self._host.copy_(self._device, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +100,7 @@ class TorchBatcher:
         per_slot: int,
         chunk: int,
         device: torch.device,
+        stream: Stream | None = None,
     ) -> None:
         if per_slot > shape.trained_context:
             raise TorchError(
@@ -131,31 +112,29 @@ class TorchBatcher:
         self.device = device
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         _check_room(planned_bytes(shape, slots, per_slot, dtype), device)
-        if device.type == "cuda":
-            # Everything runs beside the null stream, whose work would wait for all other work.
-            torch.cuda.set_stream(torch.cuda.Stream(device))
+        self._stream = stream or _stream_of(device)
         self.network = Transformer(shape, weights, slots, per_slot, chunk, device, dtype)
         self._choice = Choice(slots, device)
         self._draws: list[Draws | None] = [None] * slots
         self._ids = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._found = _Mirror(self._ids)
-        network = self.network
-        self._tokens, self._positions = _Mirror(network.tokens), _Mirror(network.positions)
-        self._place = [_Mirror(buffer) for buffer in (network.row, network.start, network.count)]
-        self._how = [_Mirror(buffer) for buffer in self._choice.tensors()]
+        mirror, network = functools.partial(Mirror, self._stream), self.network
+        self._found = mirror(self._ids)
+        self._tokens, self._positions = mirror(network.tokens), mirror(network.positions)
+        self._place = [mirror(buffer) for buffer in (network.row, network.start, network.count)]
+        self._how = [mirror(buffer) for buffer in self._choice.tensors()]
         self._ran: Sequence[int] = ()
         self._picked: dict[int, int] = {}
         self._complaint = ""
         self._ids_at: Callable[[int, int], Tensor] = on_host
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._steps: dict[str, Run] = {}
+        self._steps: dict[str, Step] = {}
         if device.type == "cuda":
             self._ids_at = lambda address, count: copied_to(device, address, count)
             self._capture()
 
     # ------------------------------------------------------------ steps, captured or not
 
-    def _fixed(self) -> dict[str, Run]:
+    def _fixed(self) -> dict[str, Step]:
         """Every kind of step at its widest: the same kernels on the same addresses each time."""
         network = self.network
         return {
@@ -190,13 +169,14 @@ class TorchBatcher:
             span *= 2
         return min(span, self.network.length)
 
-    def _run(self, name: str, eagerly: Run) -> None:
-        self._steps.get(name, eagerly)()
+    def _run(self, name: str, eagerly: Step) -> None:
+        self._stream.launch(self._steps.get(name, eagerly))
 
     def prefill_chunk(self, seq: int, token_address: int, start: int, n: int, last: bool) -> int:
         """Run `n` ids that lie at `token_address` as positions `start`... of `seq`.
 
-        The next id of `seq` can then be sampled.
+        The next id of `seq` can then be sampled. The ids may be read as late as that, or as the
+        `forget` that ends the prompt early.
         """
         if not 1 <= n <= self.chunk:
             raise TorchError(f"a chunk has 1 to {self.chunk} ids, not {n}")
@@ -207,7 +187,8 @@ class TorchBatcher:
         for place, value in zip(self._place, (seq, start, n), strict=True):
             place.array[0] = value
             place.send()
-        self.network.embed(self._ids_at(token_address, n))
+        ids = self._ids_at(token_address, n)
+        self._stream.launch(lambda: self.network.embed(ids))
         self._run("prefill", lambda: self.network.prefill(self._span(start + n)))
         self._ran = (seq,) if last else ()
         self._picked.clear()
@@ -249,7 +230,11 @@ class TorchBatcher:
             how.array[seq] = value
 
     def forget(self, seq: int) -> None:
-        """Make `seq` ready for the next request, which overwrites what it will look at."""
+        """Make `seq` ready for the next request, which overwrites what it will look at.
+
+        Nothing reads the prompt from then on.
+        """
+        self._stream.wait()
         self.begin(seq, 0.0, 0.0, 0, 0)
 
     def rewind(self, seq: int, position: int) -> None:
@@ -278,8 +263,8 @@ class TorchBatcher:
             for how in self._how:
                 how.send()
             self._run("choose", lambda: self._pick_of(torch.tensor(self._ran)))
-        self._found.receive()
-        return {seq: int(self._found.array[seq]) for seq in self._ran}
+        found = self._found.receive()
+        return {seq: int(found[seq]) for seq in self._ran}
 
     def _pick_greedily(self) -> None:
         self._ids.copy_(self.network.logits.argmax(-1))
@@ -308,11 +293,11 @@ class TorchBatcher:
         try:
             self._ids_at = prompts.ids
             self.prefill_chunk(0, region.prompt_address(0), 0, 1, False)  # so that it has run
-            torch.cuda.synchronize()
+            self._stream.wait()
             yield
         finally:
             self._ids_at = before
-            torch.cuda.synchronize()
+            self._stream.wait()
 
     def memory(self) -> Memory:
         """What is held now."""
@@ -327,6 +312,10 @@ class _Engine(smollm2.Engine):
     def _fail(self, job: smollm2._Job, code: int) -> None:
         self._say(f"slot {job.slot}: the model refuses: {self._batcher.complaint()}")
         self._end(job, Finish.ERROR)
+
+
+def _stream_of(device: torch.device) -> Stream:
+    return CudaStream(device) if device.type == "cuda" else Stream()
 
 
 def _check_room(needed: int, device: torch.device) -> None:
