@@ -252,6 +252,14 @@ def test_a_shorter_span_changes_nothing(span: int) -> None:
     np.testing.assert_allclose(network.logits(0), whole, atol=1e-5)
 
 
+def test_an_id_outside_of_the_vocabulary_is_looked_up_as_the_nearest_inside() -> None:
+    net = _Network().net
+    net.embed(torch.tensor([-(2**31), 50, 2**31 - 1, 3], dtype=torch.int32))
+    found = net.rows[:4].clone()
+    net.embed(torch.tensor([0, 49, 49, 3], dtype=torch.int32))
+    assert torch.equal(found, net.rows[:4])
+
+
 def test_what_is_held_was_planned() -> None:
     net = _Network(slots=5, room=100).net
     planned = planned_bytes(SMALL, 5, 100, torch.float32)

@@ -162,3 +162,15 @@ def test_a_prompt_is_read_before_its_slot_is_let_go(end: str) -> None:
     assert [other.out for other in others] == _answers(_batcher(chunk=CHUNK), prompts)
     first, second = prompts
     assert reads == [ids[:8], first[:8], second[:8], first[8:], second[8:16], second[16:]]
+
+
+def test_ids_that_change_after_they_were_checked_disturb_nobody_else() -> None:
+    """A rule broken by whoever writes prompts; on a GPU it would cost every request."""
+    batcher = _late()
+    changing, other = _Request(0, _prompt(20)), _Request(1, _prompt(9, 4), max_output=6)
+    bench = _bench(batcher, changing, other)
+    bench.turns(1)
+    changing.tokens[:4] = [ANOTHERS, -1, 50, -(2**31)]
+    bench.until_done(changing, other)
+    assert changing.reason == Finish.LENGTH
+    assert other.out == _answers(_batcher(chunk=CHUNK), [[5], _prompt(9, 4)])[1]

@@ -8,8 +8,8 @@ here:
 
 - Everything that stays is made before "ready": weights, pool, buffers, graphs. A step writes its
   inputs into buffers, runs, and reads ids out of one.
-- A prompt is read where it lies, by the look-up of its embeddings, which is the one launch whose
-  length varies and so stands outside of the graphs.
+- A prompt is read where it lies, by the look-up of its embeddings, whose launches are the only ones
+  of varying length and so stand outside of the graphs.
 - An id is looked at on the host before the device sees it: a GPU that indexes outside of a matrix
   is lost to the whole process.
 - A slot is let go only once the device has run what reads its prompt: the slot's next prompt may be

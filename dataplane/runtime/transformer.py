@@ -10,7 +10,7 @@ allocated can neither run out nor grow. The rules that hold here:
   value on the host: both can be captured.
 - A step looks at the first `span` positions of each row, a number known beforehand: all of them in
   a captured step, on the CPU the smallest of a few powers of two that holds what is there.
-- A prompt's ids are read once, where they lie, by the look-up of their embeddings (`embed`).
+- A prompt's ids are read once, where they lie, for the look-up of their embeddings (`embed`).
 - Between the blocks, and into the logits, numbers are float32, so that the largest logit is not a
   tie made by rounding; within a block they are what its matrices are.
 """
@@ -128,6 +128,7 @@ class Transformer:
 
         self.tokens, self.positions = make(slots), torch.full((slots,), room, device=device)
         self.row, self.start, self.count = make(1), make(1), make(1)
+        self._inside = make(chunk, kind=torch.int32)
         self.rows = make(chunk, shape.width, kind=torch.float32)
         self.logits = make(slots, shape.vocab_size, kind=torch.float32)
 
@@ -143,8 +144,18 @@ class Transformer:
     # ------------------------------------------------------------ steps
 
     def embed(self, ids: Tensor) -> None:
-        """Look up a chunk's embeddings: the only reading of the ids, wherever they lie."""
-        torch.index_select(self._embedding, 0, ids, out=self.rows[: ids.shape[0]])
+        """Look up a chunk's embeddings: the only reading of the ids, wherever they lie.
+
+        An id outside of the vocabulary, which whoever runs this should have refused, becomes the
+        nearest inside: others may write where prompts lie, and an index outside of a matrix would
+        cost the process its GPU.
+
+        Args:
+            ids: [1 to `chunk`], int32.
+        """
+        count = ids.shape[0]
+        inside = torch.clamp(ids, 0, self.shape.vocab_size - 1, out=self._inside[:count])
+        torch.index_select(self._embedding, 0, inside, out=self.rows[:count])
 
     def prefill(self, span: int) -> None:
         """Run the chunk in `rows` as positions `start`... of slot `row`."""
