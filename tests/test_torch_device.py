@@ -16,6 +16,7 @@ from local_device import local_device
 from test_smollm2 import PARIS, _Bench, _Request
 
 from dataplane import model
+from dataplane.cli.main import main as cli
 from dataplane.model import ModelError
 from dataplane.runtime.cuda import CudaError
 
@@ -103,6 +104,30 @@ def test_the_daemon_serves_the_real_model_on_it(tmp_path: Path, library: Library
         assert daemon.health()["completed"] == 3
     assert ended == [0]
     assert (gpu.allocated, gpu.mapped) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("cuda", "remedy"),
+    [(None, "this build is for CPUs"), ("13.0", "the driver be fit for CUDA 13.0")],
+)
+def test_a_partition_without_its_gpu_is_not_served_by_the_cpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cuda: str | None,
+    remedy: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr(model, "locate_weights", lambda: None)
+    monkeypatch.setattr(model, "tokenizer_json", lambda files, folder: folder)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = ["runtime", "smollm2-torch", f"--socket={tmp_path / 'no.sock'}", "--partition=a=5"]
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+    assert cli([*arguments, f"--state-dir={tmp_path / 'state'}"]) == 1
+    told = capsys.readouterr().err
+    assert "sees no GPU for the partition a (CUDA_VISIBLE_DEVICES=5)" in told
+    assert remedy in told
 
 
 def test_a_gpu_without_cupy_is_told_before_the_model_is_loaded(

@@ -109,7 +109,10 @@ def _smollm2_torch(flags: Flags, say: Say) -> int:
     except ImportError as error:
         raise UsageError(f"{error}: pip install -e '.[torch]'") from error
 
-    return _run_model(values, say, functools.partial(smollm2_torch, kernels=_kernels(values)))
+    run = functools.partial(
+        smollm2_torch, kernels=_kernels(values), needs_device=flags["partition"] is not None
+    )
+    return _run_model(values, say, run)
 
 
 def _run_model(values: Mapping[str, Any], say: Say, run: Callable[..., object]) -> int:

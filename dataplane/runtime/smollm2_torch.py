@@ -48,7 +48,7 @@ from dataplane.runtime import (
     gguf_weights,
     smollm2,
 )
-from dataplane.runtime.cuda import KERNELS, CupyGpu, Gpu
+from dataplane.runtime.cuda import KERNELS, CudaError, CupyGpu, Gpu
 from dataplane.runtime.cuda_engine import CudaEngineRuntime
 from dataplane.runtime.gguf_weights import Shape, Weights
 from dataplane.runtime.sampling import COLDEST, Choice, Draws, choose
@@ -374,6 +374,19 @@ def _attached(
         yield runtime
 
 
+def _no_device(partition: str) -> CudaError:
+    """Say why PyTorch has no GPU for a partition, and what to do."""
+    cuda = torch.version.cuda
+    remedy = "this build is for CPUs: install PyTorch's for CUDA"
+    if cuda:
+        remedy = f"`nvidia-smi` must work, list that device, and the driver be fit for CUDA {cuda}"
+    device = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return CudaError(
+        f"PyTorch {torch.__version__} sees no GPU for the partition {partition}"
+        f" (CUDA_VISIBLE_DEVICES={device}): {remedy}"
+    )
+
+
 def main(
     socket_path: str | os.PathLike[str],
     slots: int,
@@ -385,6 +398,7 @@ def main(
     partition: str = DEFAULT_PARTITION,
     gpu: Gpu | None = None,
     kernels: Path = KERNELS,
+    needs_device: bool = False,
 ) -> int:
     """Load the model, attach, and serve until the daemon is gone; the exit status.
 
@@ -395,13 +409,17 @@ def main(
     Args:
         gpu: The device that has the slots' words, where it is another.
         kernels: The image of the kernels that act on those, for the first GPU.
+        needs_device: Whether the CPU will not do: a partition has a device of its own.
 
     Raises:
-        CudaError: PyTorch sees a GPU that CuPy or the kernels cannot use; the text says what to do.
+        CudaError: PyTorch sees a GPU that CuPy or the kernels cannot use, or none where one is
+            needed; the text says what to do.
     """
     gguf = model.locate_weights()
     tokenizer = model.tokenizer_json(gguf, cache_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if needs_device and device.type == "cpu":
+        raise _no_device(partition)
     if gpu is None and device.type == "cuda":
         gpu = CupyGpu(kernels=kernels)  # before the model: what is missing is said at once
     torch.set_num_threads(1)
