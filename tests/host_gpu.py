@@ -138,7 +138,7 @@ class HostGpu:
         """Return how often a kernel was launched."""
         return int(self.library.native.host_launched(self.handle, kernel.encode()))
 
-    def map(self, host_address: int, size: int) -> int:
+    def map(self, host_address: int, size: int, what: str = "the region") -> int:
         self.mapped[host_address] = size
         return host_address
 

@@ -31,11 +31,18 @@ class CudaFailureError(Exception):
 
 
 class Fake:
-    """A CuPy that keeps what it was asked, and fails where a test says so."""
+    """A CuPy that keeps what it was asked, and fails where a test says so.
+
+    Attributes:
+        calls: What was asked, in its order.
+        failures: A status by the call that fails with it.
+        at: The number of the one call that fails besides, from 0; -1: none.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.failures: dict[str, int] = {}
+        self.at = -1
         self.devices = 1
         self.launched: list[tuple[str, Any, Any, tuple[Any, ...]]] = []
 
@@ -44,9 +51,10 @@ class Fake:
 
     def answer(self, name: str, value: Any) -> Any:
         def call(*arguments: Any) -> Any:
+            number = len(self.calls)
             self.calls.append((name, arguments))
-            if name in self.failures:
-                raise CudaFailureError(self.failures[name])
+            if name in self.failures or number == self.at:
+                raise CudaFailureError(self.failures.get(name, 999))
             return value
 
         return call
@@ -64,6 +72,7 @@ class Fake:
             "memset": None,
             "memcpy": None,
             "memcpyAsync": None,
+            "streamSynchronize": None,
             "memGetInfo": (3 << 20, 80 << 30),
             "deviceGetAttribute": 1,
         }
@@ -192,6 +201,13 @@ def test_the_region_is_pinned_portable_and_mapped(fake: Fake, image: Path) -> No
     assert fake.named("pointerGetAttributes") == [(0x1000,)]
 
 
+def test_memory_that_the_device_does_not_see_is_not_left_pinned(fake: Fake, image: Path) -> None:
+    fake.failures["pointerGetAttributes"] = 1
+    said = refused(lambda: cuda.CupyGpu(kernels=image).map(0x1000, 8192, "the memory of turns"))
+    assert "where the device sees the memory of turns" in said
+    assert fake.named("hostUnregister") == [(0x1000,)]
+
+
 @pytest.mark.parametrize("status", [1, 2, 304, 801])
 def test_a_registration_that_is_refused(fake: Fake, image: Path, status: int) -> None:
     fake.failures["hostRegister"] = status
@@ -199,6 +215,12 @@ def test_a_registration_that_is_refused(fake: Fake, image: Path, status: int) ->
     assert "300 MiB" in said
     assert "ulimit -l" in said
     assert "memlock" in said
+
+
+def test_what_cannot_be_pinned_is_named(fake: Fake, image: Path) -> None:
+    fake.failures["hostRegister"] = 2
+    said = refused(lambda: cuda.CupyGpu(kernels=image).map(0x1000, 8192, "the memory of turns"))
+    assert "registering the memory of turns: the memory of turns of 1 MiB cannot be pinned" in said
 
 
 def test_no_free_device_memory(fake: Fake, image: Path) -> None:
@@ -210,7 +232,48 @@ def test_no_free_device_memory(fake: Fake, image: Path) -> None:
 
 def test_allocated_memory_is_zeroed(fake: Fake, image: Path) -> None:
     address = cuda.CupyGpu(kernels=image).allocate(640)
-    assert fake.named("memset") == [(address, 0, 640)]
+    # Waited for: streams that block nobody do not wait for the null stream.
+    assert fake.calls[-2:] == [("memset", (address, 0, 640)), ("streamSynchronize", (0,))]
+
+
+def test_what_is_copied_is_there_for_every_stream(fake: Fake, image: Path) -> None:
+    cuda.CupyGpu(kernels=image).upload(0x5000, b"12345678")
+    copy, order = fake.calls[-2:]
+    assert (copy[0], copy[1][0], *copy[1][2:]) == ("memcpy", 0x5000, 8, 1)
+    assert order == ("streamSynchronize", (0,))
+
+
+@pytest.mark.parametrize("call", ["memset", "streamSynchronize"])
+def test_memory_that_cannot_be_zeroed_is_given_back(fake: Fake, image: Path, call: str) -> None:
+    gpu = cuda.CupyGpu(kernels=image)
+    fake.failures[call] = 719
+    assert "allocating 640 bytes" in refused(lambda: gpu.allocate(640))
+    assert fake.named("free")[-1] == (0x5000_0000_0000,)
+
+
+def test_whichever_call_fails_nothing_is_kept(fake: Fake, image: Path) -> None:
+    gpu = cuda.CupyGpu(kernels=image)
+
+    def take(call: int) -> bool:
+        """Pin and allocate, with a call that fails; whether one did."""
+        fake.calls.clear()
+        fake.at = call
+        with contextlib.ExitStack() as stack:
+            try:
+                gpu.map(0x1000, 8192)
+                stack.callback(gpu.unmap, 0x1000)
+                stack.callback(gpu.free, gpu.allocate(640))
+                return False
+            except cuda.CudaError:
+                return True
+
+    for call in range(6):
+        assert take(call), call
+        refused_one = fake.calls[call][0]
+        for keep, give_back in (("hostRegister", "hostUnregister"), ("malloc", "free")):
+            kept = len(fake.named(keep)) - (refused_one == keep)
+            assert len(fake.named(give_back)) == kept, refused_one
+    assert not take(99)
 
 
 # Launches.
@@ -321,7 +384,7 @@ def test_a_host_manifest_is_no_cuda_runtimes(tmp_path: Path) -> None:
 class NoRoom(HostGpu):
     """A device that cannot pin the region."""
 
-    def map(self, host_address: int, size: int) -> int:
+    def map(self, host_address: int, size: int, what: str = "the region") -> int:
         raise cuda.CudaError("the region cannot be pinned")
 
 

@@ -53,15 +53,20 @@ class Gpu(Protocol):
     def function(self, kernel: str) -> int:
         """Return the driver's `CUfunction` of a kernel."""
 
-    def map(self, host_address: int, size: int) -> int:
-        """Pin host memory and return where the device sees it."""
+    def map(self, host_address: int, size: int, what: str = "the region") -> int:
+        """Pin host memory and return where the device sees it.
+
+        `what` it is, errors say. When this raises, nothing is pinned.
+        """
 
     def unmap(self, host_address: int) -> None: ...
     def allocate(self, size: int) -> int:
-        """Return zeroed device memory."""
+        """Return device memory that is zeroed, for every stream, when this returns."""
 
     def free(self, address: int) -> None: ...
-    def upload(self, address: int, data: bytes) -> None: ...
+    def upload(self, address: int, data: bytes) -> None:
+        """Copy to the device; every stream finds it there when this returns."""
+
     def download(self, address: int, size: int) -> bytes: ...
     def stream(self) -> Stream: ...
     def array(self, address: int, shape: tuple[int, ...], kind: str, owner: object) -> Any:
@@ -110,6 +115,8 @@ class MeasuredGpu(Gpu, Protocol):
 
 # CUDA, through CuPy.
 
+_NULL_STREAM = 0
+
 _ADVICE = {
     2: "the device has too little free memory: end what else runs on it (`nvidia-smi`), or ask for"
     " fewer slots or a smaller context",
@@ -135,7 +142,7 @@ _ADVICE = {
     801: "the device or driver does not support it",
 }
 _REGISTER_ADVICE = (
-    "the region of {mib} MiB cannot be pinned: raise the limit of locked memory (`ulimit -l`, in a"
+    "{what} of {mib} MiB cannot be pinned: raise the limit of locked memory (`ulimit -l`, in a"
     " container --ulimit memlock=-1), or ask for fewer slots or a smaller context"
 )
 
@@ -226,24 +233,38 @@ class CupyGpu:
         with _explained(f"the kernel {kernel} does not load"):
             return int(self.kernel(kernel).kernel.ptr)
 
-    def map(self, host_address: int, size: int) -> int:
-        with _explained("registering the region", _REGISTER_ADVICE.format(mib=size >> 20)):
+    def map(self, host_address: int, size: int, what: str = "the region") -> int:
+        mib = -(-size >> 20)
+        with _explained(f"registering {what}", _REGISTER_ADVICE.format(what=what, mib=mib)):
             # Portable and mapped.
             self._cuda.hostRegister(host_address, size, 3)
-        attributes = self._cuda.pointerGetAttributes(host_address)
-        return int(attributes.devicePointer)
+        try:
+            with _explained(f"asking where the device sees {what}"):
+                return int(self._cuda.pointerGetAttributes(host_address).devicePointer)
+        except BaseException:
+            self.unmap(host_address)
+            raise
 
     def unmap(self, host_address: int) -> None:
         with contextlib.suppress(Exception):
             self._cuda.hostUnregister(host_address)
 
     def allocate(self, size: int) -> int:
-        with _explained(
-            f"allocating {size} bytes on {self.name}, {self.free_memory() >> 20} MiB free"
-        ):
+        doing = f"allocating {size} bytes on {self.name}, {self.free_memory() >> 20} MiB free"
+        with _explained(doing):
             address = int(self._cuda.malloc(size))
-            self._cuda.memset(address, 0, size)
+        try:
+            with _explained(doing):
+                self._cuda.memset(address, 0, size)
+                self._order()
+        except BaseException:
+            self.free(address)
+            raise
         return address
+
+    def _order(self) -> None:
+        """Wait for the null stream: the streams that are made here do not."""
+        self._cuda.streamSynchronize(_NULL_STREAM)
 
     def free(self, address: int) -> None:
         with contextlib.suppress(Exception):
@@ -253,6 +274,8 @@ class CupyGpu:
         source = ffi.from_buffer(data)
         with _explained("copying to the device"):
             self._cuda.memcpy(address, int(ffi.cast("uintptr_t", source)), len(data), 1)
+            # Of pageable memory: the call may return before the device has it.
+            self._order()
 
     def download(self, address: int, size: int) -> bytes:
         target = ffi.new("char[]", size)
