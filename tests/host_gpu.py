@@ -160,7 +160,7 @@ class HostGpu:
     def download(self, address: int, size: int) -> bytes:
         return ctypes.string_at(address, size)
 
-    def stream(self) -> Stream:
+    def stream(self, urgent: bool = False) -> Stream:
         return HostStream(self) if self.hung is None else _HangingStream(self, self.hung)
 
     def array(self, address: int, shape: tuple[int, ...], kind: str, owner: object) -> Any:

@@ -39,7 +39,7 @@ class _SlowGpu(host_gpu.HostGpu):
         super().__init__(library)
         self.held = threading.Event()
 
-    def stream(self) -> _SlowStream:
+    def stream(self, urgent: bool = False) -> _SlowStream:
         return _SlowStream(self)
 
     def turn(self) -> None:

@@ -179,7 +179,7 @@ class Answering(HostGpu):
         super().__init__(cast(Library, type("Nothing", (), {"native": None})()))
         self.add = add
 
-    def stream(self) -> Any:
+    def stream(self, urgent: bool = False) -> Any:
         return self
 
     def wait(self) -> None:

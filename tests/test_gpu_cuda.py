@@ -37,12 +37,16 @@ class Fake:
         calls: What was asked, in its order.
         failures: A status by the call that fails with it.
         at: The number of the one call that fails besides, from 0; -1: none.
+        query: What `streamQuery` answers, which raises nothing.
+        one_priority: Whether it makes streams as CuPy 13 does.
     """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.failures: dict[str, int] = {}
         self.at = -1
+        self.query = 0
+        self.one_priority = False
         self.devices = 1
         self.launched: list[tuple[str, Any, Any, tuple[Any, ...]]] = []
 
@@ -55,7 +59,7 @@ class Fake:
             self.calls.append((name, arguments))
             if name in self.failures or number == self.at:
                 raise CudaFailureError(self.failures.get(name, 999))
-            return value
+            return value() if callable(value) else value
 
         return call
 
@@ -73,6 +77,7 @@ class Fake:
             "memcpy": None,
             "memcpyAsync": None,
             "streamSynchronize": None,
+            "streamQuery": lambda: self.query,
             "memGetInfo": (3 << 20, 80 << 30),
             "deviceGetAttribute": 1,
         }
@@ -104,10 +109,12 @@ class Fake:
         event.record = lambda stream: setattr(event, "at", len(self.launched))
         return event
 
-    def stream(self, non_blocking: bool) -> Any:
+    def stream(self, non_blocking: bool, **how: int) -> Any:
         assert non_blocking
+        if how and self.one_priority:
+            raise TypeError("__init__() got an unexpected keyword argument 'priority'")
+        self.answer("Stream", None)(how.get("priority", 0))
         stream = contextlib.nullcontext()
-        stream.done = True  # type: ignore[attr-defined]
         stream.ptr = 0xABC  # type: ignore[attr-defined]
         stream.synchronize = self.answer("synchronize", None)  # type: ignore[attr-defined]
         return stream
@@ -295,6 +302,42 @@ def test_a_kernel_that_fails(fake: Fake, image: Path, status: int, told: str) ->
     said = refused(stream.wait)
     assert told in said
     assert "cannot use the device any more" in said
+
+
+def test_whether_a_stream_is_done(fake: Fake, image: Path) -> None:
+    stream = cuda.CupyGpu(kernels=image).stream()
+    assert stream.is_done()
+    fake.query = 600
+    assert not stream.is_done()
+    assert fake.named("streamQuery") == [(0xABC,), (0xABC,)]
+    assert fake.named("synchronize") == []
+
+
+def test_asking_for_the_end_of_a_kernel_that_failed_raises(fake: Fake, image: Path) -> None:
+    stream = cuda.CupyGpu(kernels=image).stream()
+    fake.query = fake.failures["synchronize"] = 719
+    assert "a kernel failed" in refused(stream.is_done)
+    del fake.failures["synchronize"]  # of an error that is told of once
+    assert "a kernel failed" in refused(stream.is_done)
+
+
+@pytest.mark.parametrize("one_priority", [False, True])
+def test_an_urgent_stream_goes_before_the_others(
+    fake: Fake, image: Path, one_priority: bool
+) -> None:
+    """Where CuPy can make one; what it is asked for is below what any device has."""
+    fake.one_priority = one_priority
+    gpu = cuda.CupyGpu(kernels=image)
+    assert gpu.stream(urgent=True).handle == 0xABC
+    gpu.stream()
+    assert fake.named("Stream") == [(0 if one_priority else -100,), (0,)]
+
+
+def test_a_stream_that_cannot_be_made(fake: Fake, image: Path) -> None:
+    fake.failures["Stream"] = 2
+    gpu = cuda.CupyGpu(kernels=image)
+    for urgent in (False, True):
+        assert "making a stream" in refused(lambda urgent=urgent: gpu.stream(urgent))
 
 
 def test_an_error_that_nobody_knows_keeps_its_own_words(fake: Fake, image: Path) -> None:

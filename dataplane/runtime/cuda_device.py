@@ -68,7 +68,9 @@ class Gpu(Protocol):
         """Copy to the device; every stream finds it there when this returns."""
 
     def download(self, address: int, size: int) -> bytes: ...
-    def stream(self) -> Stream: ...
+    def stream(self, urgent: bool = False) -> Stream:
+        """Make a stream; what waits in an urgent one goes before what waits in the others."""
+
     def array(self, address: int, shape: tuple[int, ...], kind: str, owner: object) -> Any:
         """Return an array over memory of the device, which keeps `owner`."""
 
@@ -115,6 +117,11 @@ class MeasuredGpu(Gpu, Protocol):
 
 # CUDA, through CuPy.
 
+_OF_A_KERNEL = "a kernel on the device"
+_NOT_READY = 600
+# The lower the number, the sooner; CUDA puts the device's least in its place. Streams are made with
+# 0, its greatest.
+_MOST_URGENT = -100
 _NULL_STREAM = 0
 
 _ADVICE = {
@@ -283,9 +290,18 @@ class CupyGpu:
             self._cuda.memcpy(int(ffi.cast("uintptr_t", target)), address, size, 2)
         return bytes(ffi.buffer(target))
 
-    def stream(self) -> Stream:
+    def stream(self, urgent: bool = False) -> Stream:
+        make = self._cupy.cuda.Stream
         with _explained("making a stream"):
-            return _CupyStream(self, self._cupy.cuda.Stream(non_blocking=True))
+            if urgent:
+                # CuPy 13 makes streams of one priority only.
+                with contextlib.suppress(TypeError):
+                    return _CupyStream(self, make(non_blocking=True, priority=_MOST_URGENT))
+            return _CupyStream(self, make(non_blocking=True))
+
+    def query(self, stream: int) -> int:
+        """Return the status of a stream: 0, done; 600, not yet; else what went wrong."""
+        return int(self._cuda.streamQuery(stream))
 
     def array(self, address: int, shape: tuple[int, ...], kind: str, owner: object) -> Any:
         cupy = self._cupy
@@ -329,7 +345,7 @@ class CupyGpu:
             start, stop = cuda.Event(), cuda.Event()
             start.record(stream.native)
         work()
-        with _explained("a kernel on the device"):
+        with _explained(_OF_A_KERNEL):
             stop.record(stream.native)
             stop.synchronize()
             return float(cuda.get_elapsed_time(start, stop)) * 1000
@@ -371,9 +387,13 @@ class _CupyStream:
             bound[0]((blocks,), (threads,), bound[1])
 
     def is_done(self) -> bool:
-        with _explained("a kernel on the device"):
-            return bool(self.native.done)
+        # CuPy's `done` is False for an error as well, and so for ever.
+        status = self._gpu.query(self.handle)
+        if status in (0, _NOT_READY):
+            return status == 0
+        self.wait()  # raises it, in CUDA's words
+        raise CudaError(in_words(_OF_A_KERNEL, status, f"cudaError {status}"))
 
     def wait(self) -> None:
-        with _explained("a kernel on the device"):
+        with _explained(_OF_A_KERNEL):
             self.native.synchronize()
