@@ -330,7 +330,7 @@ def test_nothing_is_allocated_while_it_serves(on: LocalDevice) -> None:
 
 
 def test_every_launch_has_the_same_addresses(on: LocalDevice) -> None:
-    """So a captured graph may hold it."""
+    """What differs from turn to turn is written in memory, so nothing is bound anew."""
     for _ in range(2):
         on.ask([1])
         (request,) = on.runtime.take(0)

@@ -14,7 +14,7 @@ launch of a small kernel (`native/gpu/engine.cu`) carries out all of it. The rul
   is kept here. If the device finds a request over nevertheless, the next `emit` says so.
 - The launch is on a stream of its own and is waited for: ids are numbers of the host by then, so
   there is nothing in the model's stream to wait for.
-- Its memory is made before `ready` and has fixed addresses: a captured graph may hold the launch.
+- Its memory is made before `ready` and has fixed addresses, so every launch has the same arguments.
 - One thread uses a runtime and what was taken through it.
 """
 

@@ -4,9 +4,9 @@
  * it.
  *
  * The paper is one block of memory that both sides see at addresses which never change, with the
- * counts in it, so a captured graph may hold the launch. The two sides take turns: the engine
- * writes while no launch is in flight, the kernel between launch and end, and the launch and the
- * wait for its end order the one before the other. So no word here needs an ordering of its own.
+ * counts in it, so every launch has the same arguments. The two sides take turns: the engine writes
+ * while no launch is in flight, the kernel between launch and end, and the launch and the wait for
+ * its end order the one before the other. So no word here needs an ordering of its own.
  *
  * This header is also the cffi declaration; both compilers read it. */
 #ifndef DP_TURN_H
