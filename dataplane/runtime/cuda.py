@@ -59,16 +59,24 @@ class CudaRuntime:
         self.runtime = runtime
         self.gpu = gpu
         self.mode = mode
-        self._region = region = runtime.region
-        self._allocated: list[int] = []
-        self._work = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._bell = _bell(region.native)
+        self._region = runtime.region
+        self._bell = _bell(runtime.region.native)
         self._admission: Admission | None = None
         self._watchdog: _Watchdog | None = None
+        self._owned = contextlib.ExitStack()
+        try:
+            self._make()
+        except BaseException:
+            self._owned.close()
+            raise
+
+    def _make(self) -> None:
+        region, gpu = self._region, self.gpu
+        self._work = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._owned.callback(os.close, self._work)
         native, layout = region.native, region.native.layout
         host = int(ffi.cast("uintptr_t", native.base))
-        self._host_address = host
-        self._mapped = gpu.map(host, region.bytes)
+        self._mapped = self.map(host, region.bytes, "the region", region)
         size = lib.dp_device_bytes(native)
         self.device = self.allocate(size)
         image = ffi.new("char[]", size)
@@ -89,7 +97,26 @@ class CudaRuntime:
     def allocate(self, size: int) -> int:
         """Return zeroed device memory that goes with this runtime; before `ready` only."""
         address = self.gpu.allocate(size)
-        self._allocated.append(address)
+        self._owned.callback(self.gpu.free, address)
+        return address
+
+    def map(self, host_address: int, size: int, what: str, owner: object) -> int:
+        """Pin memory of the host until this runtime detaches; before `ready` only.
+
+        Args:
+            host_address, size: The memory, in bytes.
+            what: What it is, for the text of an error.
+            owner: What keeps the memory; it is kept as long.
+
+        Returns:
+            Where the device sees it.
+        """
+        address = self.gpu.map(host_address, size, what)
+
+        def unmap(owner: object) -> None:
+            self.gpu.unmap(host_address)
+
+        self._owned.callback(unmap, owner)
         return address
 
     # From warm to ready to the end.
@@ -100,14 +127,17 @@ class CudaRuntime:
         Raises:
             CudaError: A kernel does not run, or the driver cannot be called from C.
         """
-        stream = self.gpu.stream()
-        self._admission = Admission(
+        # A claim goes before the blocks that the model has queued, and waits only for running ones.
+        stream = self.gpu.stream(urgent=True)
+        admission = Admission(
             self.gpu, stream, self._region, self.device, self.mode == "persistent",
             self.runtime.fileno(), self._work,
         )  # fmt: skip
-        self._admission.start()
-        self._watchdog = _Watchdog(self.runtime)
-        self._watchdog.start()
+        admission.start()
+        self._admission = admission
+        watchdog = _Watchdog(self.runtime)
+        watchdog.start()
+        self._watchdog = watchdog
         self.runtime.ready()
 
     def detach(self) -> None:
@@ -122,15 +152,7 @@ class CudaRuntime:
                 self._watchdog.ended.set()
             self._watchdog.join()
         self._admission = self._watchdog = None
-        for address in self._allocated:
-            self.gpu.free(address)
-        self._allocated.clear()
-        if self._mapped:
-            self.gpu.unmap(self._host_address)
-            self._mapped = 0
-        if self._work >= 0:
-            os.close(self._work)
-            self._work = -1
+        self._owned.close()
 
     def __enter__(self) -> "CudaRuntime":
         return self
@@ -170,12 +192,13 @@ class CudaRuntime:
         """
         self._raise_failure()
         daemon = self.runtime.fileno()
+        if daemon < 0:
+            raise DetachedError("this runtime left the daemon")
         found = select.poll()
         found.register(self._work, select.POLLIN)
-        if daemon >= 0:
-            found.register(daemon, select.POLLIN)
+        found.register(daemon, select.POLLIN)
         ready = dict(found.poll(timeout * 1000))
-        if daemon < 0 or daemon in ready:
+        if daemon in ready:
             raise DetachedError("the daemon ended the attachment")
         if self._work in ready:
             with contextlib.suppress(BlockingIOError):
@@ -187,8 +210,14 @@ class CudaRuntime:
             raise self._admission.error
 
     def follow(self, stream: Stream) -> None:
-        """Wait for a stream's kernels, and ring listeners meanwhile for what they emit."""
+        """Wait for a stream's kernels, and ring listeners meanwhile for what they emit.
+
+        Raises:
+            CudaError: A kernel failed, one of this stream or the admission kernel.
+        """
         while not stream.is_done():
+            # What ended admission may be why nothing comes here.
+            self._raise_failure()
             lib.dp_bell_attend(self._bell, -1, _ATTEND_US)
         self.ring()
 

@@ -128,9 +128,9 @@ class CudaEngineRuntime:
         self._batch = ffi.new("struct dp_taken[]", self.region.slots)
         self._threads = min(self.region.slots, _MOST_THREADS)
         self._asked = False  # verbs wait for the launch
-        self._host_address = int(ffi.cast("uintptr_t", self._turn))
         self._stream: Stream = on.gpu.stream()
-        self._address = on.gpu.map(self._host_address, size)
+        host = int(ffi.cast("uintptr_t", self._turn))
+        self._address = on.map(host, size, "the memory of the engine's turns", self._memory)
 
     @property
     def mapped(self) -> int:
@@ -242,7 +242,6 @@ class CudaEngineRuntime:
             self.flush()
         self.is_over = True
         self.cuda.detach()
-        self.cuda.gpu.unmap(self._host_address)
 
 
 def attach(
