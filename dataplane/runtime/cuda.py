@@ -15,14 +15,12 @@ Everything is allocated and every kernel has run before `ready`. `Gpu` is what i
 device (`dataplane.runtime.cuda_device`); the tests run the same kernels on host threads behind it.
 
 An engine does, in its loop: `wait`, launch its own kernels with `device` as argument, `follow` or
-wait for them, `step`.
+`wait_for` them, `step`.
 """
 
 import contextlib
 import os
 import select
-import sys
-import threading
 from types import TracebackType
 from typing import Any, Literal
 
@@ -31,8 +29,9 @@ from dataplane.errors import DetachedError
 from dataplane.manifest import Manifest
 from dataplane.runtime.api import Runtime
 from dataplane.runtime.api import attach as _attach
-from dataplane.runtime.cuda_admission import END_WITHIN_S, Admission
+from dataplane.runtime.cuda_admission import Admission
 from dataplane.runtime.cuda_device import KERNELS, CudaError, CupyGpu, Gpu, Stream
+from dataplane.runtime.cuda_watchdog import Progress, Watchdog, end_process
 
 __all__ = [
     "KERNELS", "MODES", "CudaError", "CudaRuntime", "CupyGpu", "Gpu", "Mode", "Stream", "attach",
@@ -41,7 +40,6 @@ __all__ = [
 Mode = Literal["tick", "persistent"]
 MODES: tuple[Mode, ...] = ("tick", "persistent")
 
-_LOOK_MS = 250
 _ATTEND_US = 200
 
 
@@ -62,7 +60,8 @@ class CudaRuntime:
         self._region = runtime.region
         self._bell = _bell(runtime.region.native)
         self._admission: Admission | None = None
-        self._watchdog: _Watchdog | None = None
+        self._watchdog: Watchdog | None = None
+        self._progress = Progress()
         self._owned = contextlib.ExitStack()
         try:
             self._make()
@@ -135,7 +134,8 @@ class CudaRuntime:
         )  # fmt: skip
         admission.start()
         self._admission = admission
-        watchdog = _Watchdog(self.runtime)
+        max_step_s = self.runtime.manifest.max_step_ms / 1000
+        watchdog = Watchdog(self.runtime, self._progress, self.is_working, max_step_s)
         watchdog.start()
         self._watchdog = watchdog
         self.runtime.ready()
@@ -145,14 +145,17 @@ class CudaRuntime:
 
         With a kernel that hangs, the process ends here: what the kernel uses cannot be given back.
         """
-        self.runtime.detach()
-        ended = self._admission is None or self._admission.end()
-        if self._watchdog is not None:
-            if ended:
-                self._watchdog.ended.set()
-            self._watchdog.join()
-        self._admission = self._watchdog = None
-        self._owned.close()
+        try:
+            with self._progress:
+                self.runtime.detach()
+                if self._admission is not None and not self._admission.end():
+                    end_process("a kernel hangs on the device")
+                self._admission = None
+                self._owned.close()
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.stop()
+                self._watchdog = None
 
     def __enter__(self) -> "CudaRuntime":
         return self
@@ -198,6 +201,7 @@ class CudaRuntime:
         found.register(self._work, select.POLLIN)
         found.register(daemon, select.POLLIN)
         ready = dict(found.poll(timeout * 1000))
+        self._progress.move()
         if daemon in ready:
             raise DetachedError("the daemon ended the attachment")
         if self._work in ready:
@@ -215,11 +219,21 @@ class CudaRuntime:
         Raises:
             CudaError: A kernel failed, one of this stream or the admission kernel.
         """
-        while not stream.is_done():
-            # What ended admission may be why nothing comes here.
-            self._raise_failure()
-            lib.dp_bell_attend(self._bell, -1, _ATTEND_US)
+        with self._progress:
+            while not stream.is_done():
+                # What ended admission may be why nothing comes here.
+                self._raise_failure()
+                lib.dp_bell_attend(self._bell, -1, _ATTEND_US)
         self.ring()
+
+    def wait_for(self, stream: Stream) -> None:
+        """Wait for a stream's kernels.
+
+        Raises:
+            CudaError: One of them failed.
+        """
+        with self._progress:
+            stream.wait()
 
     def ring(self) -> None:
         """Wake the listeners that sleep and have something new to read."""
@@ -227,38 +241,8 @@ class CudaRuntime:
 
     def step(self) -> None:
         """Say that the engine made a step."""
+        self._progress.move()
         self.runtime.step()
-
-
-class _Watchdog(threading.Thread):
-    """Ends the process when the daemon is gone and a kernel does not come back.
-
-    Whoever waits for a stuck kernel waits in CUDA, and only the end of the process ends that.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        super().__init__(name="watchdog", daemon=True)
-        self.ended = threading.Event()
-        self._runtime = runtime
-
-    def run(self) -> None:
-        while not self.ended.is_set() and not self._is_over():
-            pass
-        if not self.ended.wait(END_WITHIN_S + 1):
-            print(
-                "dataplane: a kernel hangs on the device; this process ends", file=sys.stderr,
-                flush=True,
-            )  # fmt: skip
-            os._exit(1)
-
-    def _is_over(self) -> bool:
-        """Whether the daemon ended the attachment, or this process does; waits a little for it."""
-        fd = self._runtime.fileno()
-        if fd < 0:
-            return True
-        found = select.poll()
-        found.register(fd, select.POLLIN)
-        return bool(found.poll(_LOOK_MS))  # one that was closed meanwhile is found too
 
 
 def _bell(native: Any) -> Any:

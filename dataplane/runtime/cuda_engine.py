@@ -204,7 +204,7 @@ class CudaEngineRuntime:
         """One turn; the requests that it took."""
         self._turn.take = take
         self._stream.launch(TURN, 1, self._threads, self.cuda.device, self._address)
-        self._stream.wait()
+        self.cuda.wait_for(self._stream)
         self._asked = False
         count = lib.dp_turn_end(self.region.native, self._turn, self._batch)
         self.cuda.ring()
