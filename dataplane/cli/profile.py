@@ -38,6 +38,10 @@ _MEANING = {
 }
 
 
+_ENOUGH = 200
+"""Samples from which a stage of a tenth is told within a fifth of itself."""
+
+
 def run(plan: Plan) -> int:
     """Load a daemon under the sampler and print its stages; 0, or 1 when a request broke off."""
     with tempfile.TemporaryDirectory(prefix="dataplane-") as directory:
@@ -70,7 +74,7 @@ def summary(found: dict[str, Any], cpu_us: float, latencies: dict[str, Any]) -> 
     total = sum(samples.values()) or 1
     used = (found["user_s"] + found["system_s"]) or 1.0
     return {
-        "samples": sum(samples.values()),
+        "samples": round(sum(samples.values())),
         "server_cpu_us_per_request": round(cpu_us, 2),
         "system_share": round(found["system_s"] / used, 4),
         "stages": {
@@ -115,6 +119,8 @@ def _show(document: dict[str, Any]) -> None:
         f"{document['server_cpu_us_per_request']} µs of CPU a request, {document['samples']:,}"
         f" samples; {document['system_share']:.0%} of the time was the kernel's"
     )
+    if document["samples"] < _ENOUGH:
+        print("so few samples say little: give --requests more")
     for name, times in document["latency_us"].items():
         if not times["max"]:
             continue  # The null runtime picks nothing up.

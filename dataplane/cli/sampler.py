@@ -1,10 +1,11 @@
 """A sampling profiler that runs a command in its own process: `python -m dataplane.cli.sampler OUT
 COMMAND...`.
 
-The kernel's profiling timer (ITIMER_PROF) counts the process's CPU time; each time it has counted a
-millisecond, the innermost known function on the stack decides to which stage that millisecond goes,
-unless the interpreter's thread used less than half of it: then it was the packet pump's. A C call
-is charged to the function that made it. At the command's end the counts are written to OUT as JSON.
+The kernel's profiling timer (ITIMER_PROF) counts the process's CPU time and fires as often as the
+kernel's own clock lets it, which may be each 4 ms. The innermost known function on the stack says to
+which stage the sample goes, for the share of that time that the interpreter's thread used; the
+rest was the packet pump's. A C call is charged to the function that made it. At the command's end
+the counts are written to OUT as JSON.
 """
 
 import json
@@ -13,7 +14,7 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from types import FrameType
 
@@ -27,10 +28,10 @@ STAGES = (
 # decides.
 _TABLE: dict[str, dict[str, str]] = {
     "selectors.py": {"select": "kernel"},
-    "dataplane/listener.py": {
+    "dataplane/listener.py": {"about_to_sleep": "egress"},
+    "dataplane/socket_engine.py": {
         "flush": "kernel",
         "_readable": "kernel",  # what is left of it is the call that receives
-        "about_to_sleep": "egress",
     },
     "aioquic/_crypto.py": {"*": "crypto"},
     "aioquic/quic/crypto.py": {"*": "crypto"},
@@ -59,10 +60,10 @@ class Sampler:
     """Counts CPU time by stage while it runs."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: dict[str, float] = defaultdict(float)
         self.since = resource.getrusage(resource.RUSAGE_SELF)
         self._stages: dict[object, str | None] = {}
-        self._used_s = time.thread_time()
+        self._own_s, self._all_s = time.thread_time(), time.process_time()
 
     def start(self) -> None:
         signal.signal(signal.SIGPROF, self._sample)
@@ -79,20 +80,23 @@ class Sampler:
         self.since = resource.getrusage(resource.RUSAGE_SELF)
 
     def _sample(self, number: int, frame: FrameType | None) -> None:
-        before, self._used_s = self._used_s, time.thread_time()
-        if self._used_s - before < INTERVAL_S / 2:
-            self.counts["pump"] += 1
-            return
+        own_s, all_s = time.thread_time(), time.process_time()
+        used_s = all_s - self._all_s
+        share = min(1.0, (own_s - self._own_s) / used_s) if used_s > 0 else 1.0
+        self._own_s, self._all_s = own_s, all_s
+        self.counts["pump"] += 1 - share
+        self.counts[self._stage(frame)] += share
+
+    def _stage(self, frame: FrameType | None) -> str:
         while frame is not None:
             code = frame.f_code
             stage = self._stages.get(code, "")
             if stage == "":
                 stage = self._stages[code] = stage_of(code.co_filename, code.co_name)
             if stage is not None:
-                self.counts[stage] += 1
-                return
+                return stage
             frame = frame.f_back
-        self.counts["interpreter"] += 1
+        return "interpreter"
 
 
 def stage_of(filename: str, function: str) -> str | None:
