@@ -20,6 +20,7 @@ from pathlib import Path
 from dataplane import __version__, fatbin, gpus, kernels
 from dataplane._native import ffi, lib
 from dataplane.errors import DataplaneError
+from dataplane.installing import pip_install
 
 OK, ABSENT, MISSING = "ok", "absent", "missing"
 
@@ -229,7 +230,7 @@ def _runtimes() -> Iterator[Finding]:
     yield _small_model()
     yield _torch()
     cupy = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-    remedy = "pip install -e '.[cuda13]', or [cuda12] for an older driver"
+    remedy = f"{pip_install('cuda13')}, or [cuda12] for an older driver"
     yield _package("CuPy", cupy, "runtimes on CUDA", remedy)
     yield _kernels(_kernels_file())
 
@@ -269,7 +270,7 @@ def _package(name: str, packages: tuple[str, ...], for_what: str, remedy: str) -
             return Finding(
                 "runtimes", name, f"{importlib.metadata.version(package)}, for {for_what}"
             )
-    return Finding("runtimes", name, f"not installed; {for_what} needs it", ABSENT, remedy)
+    return Finding("runtimes", name, f"not installed; it is for {for_what}", ABSENT, remedy)
 
 
 def _kernels_file() -> Path:

@@ -20,6 +20,7 @@ from typing import Any
 
 from dataplane.errors import UsageError
 from dataplane.fatbin import Capability
+from dataplane.installing import pip_install
 
 DRIVER = Path("/proc/driver/nvidia/version")
 """There while the kernel's part of the driver is loaded."""
@@ -127,7 +128,7 @@ def _without_nvml(driver_file: Path) -> Gpus:
         return _ask_cupy()
     return Gpus(
         missing="there is an NVIDIA driver, but nvidia-ml-py, which asks it, is not installed",
-        remedy="pip install -e '.[gpu]'",
+        remedy=pip_install("gpu"),
     )
 
 
@@ -225,7 +226,7 @@ def _ask_cupy() -> Gpus:
         told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         return Gpus(
             missing=f"CuPy cannot list the devices: {' '.join(told)}",
-            remedy="pip install -e '.[gpu]', and see what `nvidia-smi` says",
+            remedy=f"{pip_install('gpu')}, and see what `nvidia-smi` says",
         )
     version = int(found["cuda"])
     devices = [

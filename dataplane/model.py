@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane.errors import DataplaneError
+from dataplane.installing import pip_install
 
 NAME = "SmolLM2-135M-Instruct"
 VOCAB_SIZE = 49152
@@ -55,7 +56,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 REMEDY = "`dataplane model install` fetches it"
-TORCH_REMEDY = "pip install -e '.[torch]'"
+TORCH_REMEDY = pip_install("torch")
 
 
 class ModelError(DataplaneError):

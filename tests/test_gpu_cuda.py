@@ -14,8 +14,9 @@ from conftest import StartDaemon
 from daemon_process import wait_until
 from host_gpu import HostGpu
 
+from dataplane.errors import AttachError
 from dataplane.manifest import Manifest
-from dataplane.runtime import cuda
+from dataplane.runtime import attach, cuda
 
 DEVICE = Manifest(
     model="test", table="device", slots=2, context=64, max_output=16, vocab_size=50_000
@@ -418,10 +419,11 @@ def test_more_kernels_are_launched_by_name(fake: Fake, image: Path, tmp_path: Pa
 # Attaching.
 
 
-def test_a_host_manifest_is_no_cuda_runtimes(tmp_path: Path) -> None:
-    manifest = Manifest(model="m", slots=1, context=8, max_output=8, vocab_size=9)
-    with pytest.raises(ValueError, match='"table": "device"'):
-        cuda.attach(tmp_path / "none.sock", manifest, gpu=HostGpu(None))  # type: ignore[arg-type]
+def test_a_manifest_that_asks_for_a_device_needs_who_has_one(tmp_path: Path) -> None:
+    """Else nobody would carry out the daemon's commands, and it would blame the device."""
+    manifest = Manifest(model="m", table="device", slots=1, context=8, max_output=8, vocab_size=9)
+    with pytest.raises(AttachError, match=r"attach with dataplane\.runtime\.cuda_engine"):
+        attach(tmp_path / "none.sock", manifest)
 
 
 class NoRoom(HostGpu):

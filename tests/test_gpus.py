@@ -12,6 +12,7 @@ from fake_nvml import CARD, GIB, INSTANCE, OTHER_CARD, FakeNvml, card
 
 from dataplane.errors import UsageError
 from dataplane.gpus import Device, Instance, look, visible
+from dataplane.installing import pip_install
 
 
 def test_a_card_is_listed_with_all_that_is_known_of_it() -> None:
@@ -88,7 +89,7 @@ def test_without_nvml_the_drivers_file_says_whether_there_is_one(
     found = look(driver_file=there)
     assert found.missing is not None
     assert "nvidia-ml-py, which asks it, is not installed" in found.missing
-    assert found.remedy == "pip install -e '.[gpu]'"
+    assert found.remedy == pip_install("gpu")
 
 
 @pytest.mark.usefixtures("no_nvml")

@@ -27,6 +27,7 @@ from dataplane import kernel_resources
 from dataplane._native import ffi, lib
 from dataplane.device_table import DeviceTable
 from dataplane.errors import DataplaneError
+from dataplane.installing import pip_install
 from dataplane.runtime import Finish, cuda_echo
 from dataplane.runtime.cuda import KERNELS, CudaRuntime, CupyGpu
 from dataplane.runtime.cuda_alone import Busy, alone, busy_work, claim_all, ticking
@@ -344,7 +345,7 @@ def _measured(
 def torch_step() -> dict[str, Any]:
     """Return the time and the rate of a decode step of SmolLM2 over all slots, or why not."""
     if importlib.util.find_spec("torch") is None:
-        return {"waived": "PyTorch is not installed: pip install -e '.[torch]'"}
+        return {"waived": f"PyTorch is not installed: {pip_install('torch')}"}
     import torch
 
     if not torch.cuda.is_available():

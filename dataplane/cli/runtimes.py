@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from dataplane.config import BY_NAME, flag_values, state_dir_of, with_defaults
 from dataplane.errors import UsageError
+from dataplane.installing import pip_install
 from dataplane.manifest import DEFAULT_PARTITION
 
 Flags = Mapping[str, str | None]
@@ -107,7 +108,7 @@ def _smollm2_torch(flags: Flags, say: Say) -> int:
     try:
         from dataplane.runtime.smollm2_torch import main as smollm2_torch
     except ImportError as error:
-        raise UsageError(f"{error}: pip install -e '.[torch]'") from error
+        raise UsageError(f"{error}: {pip_install('torch')}") from error
 
     run = functools.partial(
         smollm2_torch, kernels=_kernels(values), needs_device=flags["partition"] is not None

@@ -2,7 +2,7 @@
 COMMAND...`.
 
 The kernel's profiling timer (ITIMER_PROF) counts the process's CPU time and fires as often as the
-kernel's own clock lets it, which may be each 4 ms. The innermost known function on the stack says to
+kernel's own clock lets it, perhaps each 4 ms. The innermost known function on the stack says to
 which stage the sample goes, for the share of that time that the interpreter's thread used; the
 rest was the packet pump's. A C call is charged to the function that made it. At the command's end
 the counts are written to OUT as JSON.

@@ -190,6 +190,8 @@ def attach(
     socket_path: str | os.PathLike[str],
     manifest: Manifest,
     tokenizer: str | os.PathLike[str] | None = None,
+    *,
+    table: str = "host",
 ) -> Runtime:
     """Attach to the daemon that listens on a Unix socket.
 
@@ -197,11 +199,17 @@ def attach(
         socket_path: The daemon's `--socket`.
         manifest: The engine's geometry and model; its tokenizer hash is filled in here.
         tokenizer: A tokenizer.json to hand over, or None.
+        table: Where the caller swaps the slots' words; what the manifest must say.
 
     Raises:
-        AttachError: Nobody listens, the daemon refused (the text says why), or the region is not as
-        agreed.
+        AttachError: The manifest asks for another table, nobody listens, the daemon refused (the
+        text says why), or the region is not as agreed.
     """
+    if manifest.table != table:
+        raise AttachError(
+            f"the manifest says table {manifest.table!r}, and these verbs are for {table!r}: for a"
+            " device's slots attach with dataplane.runtime.cuda_engine, or dataplane.runtime.cuda"
+        )
     fd = -1
     with contextlib.ExitStack() as stack:
         if tokenizer is not None:

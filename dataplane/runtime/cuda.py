@@ -24,6 +24,8 @@ import select
 from types import TracebackType
 from typing import Any, Literal
 
+import msgspec
+
 from dataplane._native import ffi, lib
 from dataplane.errors import DetachedError
 from dataplane.manifest import Manifest
@@ -263,7 +265,7 @@ def attach(
 
     Args:
         socket_path: The daemon's `--socket`.
-        manifest: Its `table` must be `device`.
+        manifest: Whatever its `table` says, it is `device` here.
         tokenizer: A tokenizer.json to hand over, or None.
         gpu: The device; the first one that CUDA sees by default.
         mode: How the admission kernel runs.
@@ -272,10 +274,9 @@ def attach(
         CudaError: The device cannot be used.
         AttachError: The daemon and this runtime did not come together.
     """
-    if manifest.table != "device":
-        raise ValueError('a manifest of a CUDA runtime says "table": "device"')
     gpu = gpu or CupyGpu()
-    runtime = _attach(socket_path, manifest, tokenizer)
+    manifest = msgspec.structs.replace(manifest, table="device")
+    runtime = _attach(socket_path, manifest, tokenizer, table="device")
     try:
         return CudaRuntime(runtime, gpu, mode)
     except BaseException:

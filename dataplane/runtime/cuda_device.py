@@ -5,6 +5,8 @@ opened, not before: nothing else of this package needs it.
 """
 
 import contextlib
+import ctypes
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dataplane._native import ffi
 from dataplane.errors import DataplaneError
+from dataplane.installing import pip_install
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels.fatbin"
 """Built ahead by `make kernels`."""
@@ -128,7 +131,13 @@ _ADVICE = {
     2: "the device has too little free memory: end what else runs on it (`nvidia-smi`), or ask for"
     " fewer slots or a smaller context",
     35: "the NVIDIA driver is missing, or older than this CuPy needs: install one (`nvidia-smi`"
-    " must work), or the CuPy of an older CUDA (dataplane[cuda12])",
+    " must work), or the CuPy of an older CUDA (the extra cuda12)",
+    3: "CUDA does not start: see what `nvidia-smi` says; in a container, start that with the NVIDIA"
+    " container toolkit (--gpus all)",
+    36: "the driver is older than this CUDA needs: update it, or take an older CUDA's CuPy (the"
+    " extra cuda12)",
+    46: "the device is another process's, or is set to serve one alone: end that one, or"
+    " `nvidia-smi -c 0`",
     4: "CUDA has shut down in this process, which is ending: start the runtime again",
     100: "there is no CUDA device: `nvidia-smi -L` must list one, and CUDA_VISIBLE_DEVICES name it",
     101: "there is no such device: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES",
@@ -146,7 +155,12 @@ _ADVICE = {
     702: "a kernel took too long and was ended; this process cannot use the device any more",
     709: "the device's context is not there any more: start the runtime again",
     719: "a kernel failed; this process cannot use the device any more",
+    712: "that memory is pinned already: start the runtime again",
     801: "the device or driver does not support it",
+    802: "the system is not ready: on a machine with NVSwitch nvidia-fabricmanager must run",
+    803: "the driver's library and its kernel module are of two versions: restart the machine",
+    804: "the driver's compatibility library does not fit this device: use the driver's own",
+    999: "the driver failed for a reason of its own: see `dmesg` and `nvidia-smi`",
 }
 _REGISTER_ADVICE = (
     "{what} of {mib} MiB cannot be pinned: raise the limit of locked memory (`ulimit -l`, in a"
@@ -181,6 +195,19 @@ def _explained(doing: str, advice: str | None = None) -> Iterator[None]:
         raise CudaError(in_words(doing, status, error, advice)) from error
 
 
+def _without_cupy(error: ImportError) -> str:
+    """Say what is missing, the driver first: without it a CuPy is of no use."""
+    install = f"{pip_install('cuda13')}, or [cuda12] for a driver that knows no CUDA 13"
+    if importlib.util.find_spec("cupy") is not None:
+        return f"CuPy is installed but does not import ({error}): {install}"
+    lack = f"CuPy is not installed: {install}"
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return f"there is no NVIDIA driver on this machine ({DRIVER}): install one; then, {lack}"
+    return lack
+
+
 class CupyGpu:
     """A CUDA device, of those that CUDA_VISIBLE_DEVICES leaves.
 
@@ -194,17 +221,16 @@ class CupyGpu:
         try:
             import cupy
         except ImportError as error:
-            raise CudaError(
-                "CuPy is not installed: pip install -e '.[cuda13]', or [cuda12] for an older"
-                f" driver ({error})"
-            ) from error
+            raise CudaError(_without_cupy(error)) from error
         self.driver = DRIVER
         self._cupy = cupy
         self._cuda = cupy.cuda.runtime
         with _explained("the CUDA device cannot be used"):
             count = self._cuda.getDeviceCount()
             if number >= count:
-                raise CudaError(f"there is no CUDA device {number}: CUDA sees {count}")
+                raise CudaError(
+                    f"there is no CUDA device {number}, CUDA sees {count}: {_ADVICE[101]}"
+                )
             self.number = number
             self.make_current()
             properties = self._cuda.getDeviceProperties(number)

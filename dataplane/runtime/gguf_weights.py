@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.installing import pip_install
 from dataplane.model import REMEDY, ModelError
 
 Weights = dict[str, npt.NDArray[np.float32]]
@@ -25,7 +26,7 @@ _ARCHITECTURE = "llama"
 # out, or say "none", where plain rotary positions are meant.
 _SCALING = "llama.rope.scaling.type"
 
-GGUF_MISSING = "reading the weights needs gguf: pip install -e '.[torch]'"
+GGUF_MISSING = f"reading the weights needs gguf: {pip_install('torch')}"
 
 
 @dataclass(frozen=True, slots=True)

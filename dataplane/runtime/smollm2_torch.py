@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec.structs
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -366,7 +365,6 @@ def _attached(
         with attach(socket_path, manifest, tokenizer) as on_host_table:
             yield on_host_table
         return
-    manifest = msgspec.structs.replace(manifest, table="device")
     with (
         cuda_engine.attach(socket_path, manifest, tokenizer, gpu) as runtime,
         batcher.reading(runtime.region, runtime.mapped),
