@@ -138,8 +138,6 @@ def test_a_gpu_without_cupy_is_told_before_the_model_is_loaded(
     monkeypatch.setattr(model, "tokenizer_json", lambda files, folder: folder)
     monkeypatch.setitem(sys.modules, "cupy", None)
     said: list[str] = []
-    with pytest.raises(
-        CudaError, match=r"CuPy is not installed: .* install -e '\.\[cuda13\]'"
-    ):
+    with pytest.raises(CudaError, match=r"CuPy is not installed: .* install -e '\.\[cuda13\]'"):
         smollm2_torch.main(tmp_path / "no.sock", 1, 8, 8, said.append, cache_dir=tmp_path)
     assert said == []
