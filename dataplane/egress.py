@@ -15,9 +15,9 @@ from typing import Any
 from dataplane.errors import ResetCode
 from dataplane.exchange import Exchange
 from dataplane.latency import Series
-from dataplane.slots import Finish, State
+from dataplane.slots import PENDING, Finish, State
 from dataplane.stats import Stats
-from dataplane.table import SlotTable
+from dataplane.table import Answer, SlotTable
 
 _READY, _RUNNING, _DONE, _FREE = (
     int(State.READY), int(State.RUNNING), int(State.DONE), int(State.FREE),
@@ -198,7 +198,8 @@ class Egress:
         self, table: SlotTable, exchange: Exchange, ids: bytes, finish: int, now_ns: int
     ) -> None:
         """The slot is back; the rest of the answer goes out."""
-        table.unwatch(exchange)
+        if exchange.watch >= 0:
+            table.unwatch(exchange)
         exchange.total_us = self._measure(_TOTAL, now_ns - exchange.complete_ns)
         self.ended(exchange)
         if finish == _ERROR:
@@ -224,9 +225,15 @@ class Egress:
         """
         table = self.table
         assert table is not None
-        if table.revoke(exchange.slot, exchange.generation) == _FREE:
+        status = table.revoke(exchange.slot, exchange.generation)
+        if status == PENDING:
+            self._stand_by(table, exchange)
+        elif status == _FREE:
             self._complete(table, exchange, b"", _DEADLINE, _realtime_ns())
-            return
+        else:
+            self._cancel(table, exchange)
+
+    def _cancel(self, table: SlotTable, exchange: Exchange) -> None:
         table.poll()
         entry = table.entry(exchange)
         seen, count = entry.seen, entry.count
@@ -246,9 +253,36 @@ class Egress:
             if found is None:
                 return
             ids = found
-        if table.cancel(exchange.slot, exchange.generation) >= 0:
+        status = table.cancel(exchange.slot, exchange.generation)
+        if status >= 0:
             exchange.sent = count
             self._complete(table, exchange, ids, _DEADLINE, now_ns)
+        elif status == PENDING:
+            exchange.sent = count
+            self._stand_by(table, exchange)
+            if ids:
+                exchange.answer(ids, 0)
+
+    def _stand_by(self, table: SlotTable, exchange: Exchange) -> None:
+        """The device was asked: until it answers, the slot may be the runtime's alone, so it is
+        not watched."""
+        self._held.pop(exchange, None)
+        table.unwatch(exchange)
+
+    def answered(self, exchange: Exchange, answer: Answer) -> None:
+        """The device answered what `expire` asked for; a negative status: the runtime moved on."""
+        table = self.table
+        assert table is not None
+        if answer.status >= 0:
+            self._complete(table, exchange, b"", _DEADLINE, _realtime_ns())
+            return
+        table.watch(exchange)
+        entry = table.entry(exchange)
+        entry.seen = entry.count = exchange.sent
+        if not exchange.answered:
+            self.unanswered.append(exchange)
+        if answer.is_revoke:
+            self._cancel(table, exchange)
 
     def ended(self, exchange: Exchange) -> None:
         """The request holds no slot any more."""

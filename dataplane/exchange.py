@@ -2,13 +2,14 @@
 
 There is one `Exchange` a slot, made with the slot table and used again by each request that claims
 the slot: a request costs no object. Whoever keeps one beyond the current call lets go of it when
-the request ends.
+the request ends. Where a claim has to wait for a device, the request is an `Asked` until then.
 """
 
 import math
 from typing import Any, Protocol
 
 from dataplane.errors import Refusal, ResetCode
+from dataplane.prompt1 import Request
 
 
 class Peer(Protocol):
@@ -22,6 +23,9 @@ class Peer(Protocol):
 
 class Front(Protocol):
     """A wire format: how an answer is written. Implemented by `dataplane.fronts`."""
+
+    def decided(self, asked: "Asked", outcome: "Exchange | Refusal") -> None:
+        """Go on with a request whose claim was asked for, and what came of it meanwhile."""
 
     def answer(self, exchange: "Exchange", ids: bytes, finish: int) -> None:
         """Send output ids (u32 LE), after the 200 if that is due, before the end if `finish`."""
@@ -38,6 +42,55 @@ class Waiting(Protocol):
 
     def expire(self) -> None:
         """Refuse it: the header took too long."""
+
+
+class Asked:
+    """A request whose claim the device has not answered.
+
+    Attributes:
+        ticket: Names the claim to its table.
+        ready_ns: When the header was complete (CLOCK_REALTIME ns).
+        body: What came of the body meanwhile; the front takes no more than was declared.
+        is_whole: Whether the request's end came, at `whole_ns` (CLOCK_REALTIME ns).
+        extra: The front's own.
+    """
+
+    # fmt: off
+    __slots__ = (
+        "body", "connection", "extra", "front", "ingress", "is_whole", "max_output", "ready_ns",
+        "request", "request_id", "stream_id", "ticket", "whole_ns",
+    )
+    # fmt: on
+
+    def __init__(
+        self, ingress: Any, front: Front, connection: Any, stream_id: int, request: Request,
+        request_id: int, max_output: int, ready_ns: int, ticket: int,
+    ) -> None:  # fmt: skip
+        self.ingress = ingress
+        self.front = front
+        self.connection = connection
+        self.stream_id = stream_id
+        self.request = request
+        self.request_id = request_id
+        self.max_output = max_output
+        self.ready_ns = ready_ns
+        self.ticket = ticket
+        self.body = bytearray()
+        self.is_whole = False
+        self.whole_ns = 0
+        self.extra: Any = None
+
+    def decided(self, outcome: "Exchange | Refusal") -> None:
+        """Have the front go on."""
+        try:
+            self.front.decided(self, outcome)
+        except Exception as error:
+            self.connection.broken(error)
+
+    def ends(self, at_ns: int) -> None:
+        """The request's end came."""
+        self.is_whole = True
+        self.whole_ns = at_ns
 
 
 class Exchange:

@@ -1,6 +1,7 @@
 """From a header to a published slot: claim, write, publish.
 
 A claim is one compare-and-swap; it succeeds or the request is refused at once (design, decision 4).
+Where a device has to do it, its answer is taken when it is there (`dataplane.asking`).
 Bad input is answered with a `Refusal`, never raised. A request that gets one holds nothing any
 more.
 
@@ -14,15 +15,16 @@ import time
 from typing import Any, Protocol
 
 from dataplane import refusals
+from dataplane.asking import Asking
 from dataplane.egress import Egress
 from dataplane.errors import Refusal, ResetCode, Status
-from dataplane.exchange import Exchange, Front, Peer, Waiting
+from dataplane.exchange import Asked, Exchange, Front, Peer, Waiting
 from dataplane.latency import MOST_US, Series
 from dataplane.manifest import DEFAULT_PARTITION
 from dataplane.prompt1 import Request
-from dataplane.slots import BAD_TOKEN, FULL, OVERFLOW, SHORT, UNANSWERED, Finish
+from dataplane.slots import BAD_TOKEN, FULL, OVERFLOW, PENDING, SHORT, UNANSWERED, Finish
 from dataplane.stats import Stats
-from dataplane.table import SlotTable
+from dataplane.table import Answer, SlotTable
 
 _QUEUE = int(Series.QUEUE)
 _STOP = int(Finish.STOP)
@@ -60,6 +62,7 @@ class Ingress:
         queue_us: From header complete to claim decided, of the last claim.
         given_id: The client's own identifier of the last request that `publish_whole` decided on.
         max_writing: Slots that one connection may hold in WRITING.
+        asking: The requests whose claims a device has not answered.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Ingress:
         self.name = name
         self.stats = stats
         self.egress = Egress(stats)
+        self.asking = Asking(self)
         self.table: SlotTable | None = None
         self.why_unavailable = "no runtime is attached"
         self.draining = False
@@ -135,6 +139,7 @@ class Ingress:
 
     def end_all(self, refusal: Refusal, code: ResetCode) -> None:
         """End everything in flight: a refusal where no 200 has gone, a reset where one has."""
+        self.asking.refuse_all(refusal)
         for exchange in self._exchanges:
             if exchange.live:
                 self._let_go(exchange)
@@ -148,11 +153,12 @@ class Ingress:
 
     def claim(
         self, front: Front, connection: Peer, stream_id: int, request: Request, ready_ns: int
-    ) -> Exchange | Refusal:
+    ) -> Exchange | Refusal | Asked:
         """Decide on a header that was complete at `ready_ns`.
 
         Returns:
-            The exchange, which holds a slot in WRITING, or why there is none.
+            The exchange, which holds a slot in WRITING, or why there is none; or that the device
+            was asked, and `front.decided` is called once it answered.
         """
         table = self.table
         self.queue_us = 0
@@ -160,21 +166,52 @@ class Ingress:
             return Refusal(Status.UNAVAILABLE, self.why_unavailable, refusals.RETRY_MS)
         region = table.region
         if request.n_tokens > region.context or request.max_output > region.max_output:
-            return self._out_of_bounds(table, request) or Refusal(Status.BAD_REQUEST, "")
+            return refusals.out_of_bounds(request, region)
         if self.draining:
             return refusals.draining()
         if connection.writing >= self.max_writing:
-            held = self._writing_of(connection)
-            if held >= self.max_writing:
-                return Refusal(
-                    Status.BUSY,
-                    f"this connection already holds {held} slots whose prompts are not complete,"
-                    " which is its cap: finish those first",
-                    self.retry_after_ms(),
-                )
+            refusal = self._capped(connection)
+            if refusal is not None:
+                return refusal
         request_id = request.request_id or self._new_id()
         max_output = request.max_output or region.max_output
         slot = table.admit(request, request_id, max_output)
+        if slot == PENDING:
+            assert table.asks is not None
+            return self.asking.add(
+                Asked(
+                    self, front, connection, stream_id, request, request_id, max_output, ready_ns,
+                    table.asks.ticket,
+                )
+            )  # fmt: skip
+        return self._decide(
+            table, slot, front, connection, stream_id, request, request_id, max_output, ready_ns
+        )
+
+    def decide(self, asked: Asked, slot: int) -> Exchange | Refusal:
+        """Go on where `claim` asked the device, which granted this slot or said a status."""
+        table = self.table
+        assert table is not None
+        self.queue_us = 0
+        connection, request = asked.connection, asked.request
+        if slot >= 0:
+            refusal = refusals.draining() if self.draining else self._capped(connection)
+            if refusal is not None:
+                table.let_go(slot, table.generation)
+                return refusal
+        outcome = self._decide(
+            table, slot, asked.front, connection, asked.stream_id, request, asked.request_id,
+            asked.max_output, asked.ready_ns,
+        )  # fmt: skip
+        if isinstance(outcome, Exchange):
+            table.begin(slot, request, asked.request_id, asked.max_output)
+        return outcome
+
+    def _decide(
+        self, table: SlotTable, slot: int, front: Front, connection: Peer, stream_id: int,
+        request: Request, request_id: int, max_output: int, ready_ns: int,
+    ) -> Exchange | Refusal:  # fmt: skip
+        """A claim came out so: the slot, or a negative status."""
         queue_ns = _realtime_ns() - ready_ns
         if slot < 0:
             self.queue_us = self._latency.record_ns(_QUEUE, queue_ns)
@@ -205,13 +242,14 @@ class Ingress:
         self.stats.claimed += 1
         return exchange
 
-    def _writing_of(self, connection: Peer) -> int:
-        """Count the slots that a connection holds in WRITING, those of other partitions not."""
-        if self.is_alone:
-            return connection.writing
-        return sum(
-            exchange.writing and exchange.connection is connection for exchange in self._exchanges
-        )
+    def _capped(self, connection: Peer) -> Refusal | None:
+        """Refuse one that holds as many slots in WRITING as it may, other partitions' apart."""
+        held = connection.writing
+        if held >= self.max_writing and not self.is_alone:
+            held = sum(one.writing and one.connection is connection for one in self._exchanges)
+        if held < self.max_writing:
+            return None
+        return refusals.capped(held, self.retry_after_ms())
 
     def _new_id(self) -> int:
         request_id = self._next_id
@@ -223,27 +261,12 @@ class Ingress:
         table = self.table
         assert table is not None
         max_output = request.max_output or table.region.max_output
-        refusal = self._out_of_bounds(table, request)
-        if refusal is not None:
-            return refusal
+        region = table.region
+        if request.n_tokens > region.context or request.max_output > region.max_output:
+            return refusals.out_of_bounds(request, region)
         exchange.n_tokens = request.n_tokens
         exchange.max_output = max_output
         table.begin(exchange.slot, request, exchange.request_id, max_output)
-        return None
-
-    @staticmethod
-    def _out_of_bounds(table: SlotTable, request: Request) -> Refusal | None:
-        region = table.region
-        if request.n_tokens > region.context:
-            return Refusal(
-                Status.BAD_REQUEST,
-                f"the prompt has {request.n_tokens} tokens; the context is {region.context}",
-            )
-        if request.max_output > region.max_output:
-            return Refusal(
-                Status.BAD_REQUEST,
-                f"max_output is {request.max_output}; a slot has room for {region.max_output}",
-            )
         return None
 
     @property
@@ -399,6 +422,19 @@ class Ingress:
             refusal = refusals.lost()
         return self.give_up(exchange, refusal)
 
+    def take_answers(self) -> None:
+        """Go on with what a device has answered since the last pass."""
+        table = self.table
+        if table is not None and (asks := table.asks) is not None and asks.pending:
+            self.asking.take_answers(table, asks)
+
+    def answered(self, answer: Answer) -> None:
+        """The device answered a revoke or a cancel."""
+        exchange = self._exchanges[answer.slot]
+        # Whoever left meanwhile let go of it.
+        if exchange.live and exchange.generation == answer.generation:
+            self.egress.answered(exchange, answer)
+
     # Ends before the answer's.
 
     def give_up(self, exchange: Exchange, refusal: Refusal) -> Refusal:
@@ -437,15 +473,17 @@ class Ingress:
     def next_deadline(self) -> float | None:
         """Return when `on_deadline` is due (monotonic seconds)."""
         due = self._overdue_at
-        held = self.egress.next_due()
-        if held is not None and (due is None or held < due):
-            due = held
+        for other in (self.egress.next_due(), self.asking.next_due()):
+            if other is not None and (due is None or other < due):
+                due = other
         if self._sweep_at is not None and (due is None or self._sweep_at < due):
             return self._sweep_at
         return due
 
     def on_deadline(self, now: float) -> None:
-        """End what is due: bodies and headers that did not come, answers whose deadline passed."""
+        """End what is due: bodies and headers that did not come, answers whose deadline passed,
+        the wait for a device."""
+        self.asking.on_deadline(now)
         if self._overdue_at is not None and self._overdue_at <= now:
             self._end_overdue(now)
         if self._sweep_at is not None and self._sweep_at <= now:

@@ -215,6 +215,7 @@ class Listener:
     def end_pass(self) -> None:
         """Send what this pass led to."""
         for ingress in self.ingresses:
+            ingress.take_answers()
             ingress.egress.flush()
         # The pass may have taken longer than an acknowledgement may wait (RFC 9000 section 13.2.1):
         # with the time of now it rides along, with that of the pass's start it costs a packet.

@@ -4,6 +4,8 @@ The packet pump's raw front says in numbers what was wrong, and the reference fi
 """
 
 from dataplane.errors import Refusal, Status
+from dataplane.prompt1 import Request
+from dataplane.region import Region
 
 RETRY_MS = 1000
 """When to come back if nothing is known of when there will be a runtime."""
@@ -11,6 +13,24 @@ BUSY = "every slot is taken"
 DRAINING = "the daemon is shutting down: send the request to another one"
 STUCK = "the device that admits requests does not answer: send the request again in a while"
 LOST = "the runtime was lost before the request reached it: send it again"
+
+
+def out_of_bounds(request: Request, region: Region) -> Refusal:
+    """A prompt or an answer longer than a slot has room for."""
+    reason = f"max_output is {request.max_output}; a slot has room for {region.max_output}"
+    if request.n_tokens > region.context:
+        reason = f"the prompt has {request.n_tokens} tokens; the context is {region.context}"
+    return Refusal(Status.BAD_REQUEST, reason)
+
+
+def capped(writing: int, retry_after_ms: int) -> Refusal:
+    """A connection that holds as many slots in WRITING as it may."""
+    return Refusal(
+        Status.BUSY,
+        f"this connection already holds {writing} slots whose prompts are not"
+        " complete, which is its cap: finish those first",
+        retry_after_ms,
+    )
 
 
 def bad_token(index: int, token: int, vocab_size: int) -> Refusal:

@@ -50,6 +50,7 @@ OVERFLOW: int = lib.DP_OVERFLOW
 BAD_TOKEN: int = lib.DP_BAD_TOKEN
 SHORT: int = lib.DP_SHORT
 UNANSWERED: int = lib.DP_UNANSWERED
+PENDING: int = lib.DP_PENDING
 
 
 def next_state(event: int, state: int) -> State | None:

@@ -8,7 +8,7 @@ are one C call each, since they are on the way of every request.
 
 import struct
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dataplane._native import ffi, lib
 from dataplane.latency import Latency, Series
@@ -39,11 +39,47 @@ class Watched(Protocol):
     watch: int
 
 
+class Answer(NamedTuple):
+    """What a device says to a verb that was PENDING.
+
+    Attributes:
+        ticket: Of a claim; 0: it answers a revoke or a cancel.
+        status: Of a claim 0 or a negative status, of another verb what the verb answers.
+        is_revoke: Whether it answers a revoke.
+    """
+
+    ticket: int
+    status: int
+    slot: int
+    generation: int
+    is_revoke: bool
+
+
+class Asks(Protocol):
+    """What a table answers later: its `admit`, `revoke` and `cancel` may say PENDING.
+
+    Attributes:
+        ticket: Names the last claim that is PENDING.
+        pending: Whether the device owes an answer.
+        dead: Whether the device was given up; no answer comes any more.
+    """
+
+    ticket: int
+    pending: bool
+    dead: bool
+
+    def next_answer(self) -> Answer | None: ...
+    def disown(self, ticket: int) -> None: ...
+    def answer_due(self) -> float | None: ...
+    def give_up(self) -> None: ...
+
+
 class SlotTable(Protocol):
     """What listener, ingress and egress ask of a slot table; `HostTable` says how each is meant.
 
     A slot is named by its number and the generation that `admit` left in `generation`. Verbs answer
-    the new state, or a negative status (`dataplane.slots`) and change nothing.
+    the new state, or a negative status (`dataplane.slots`) and change nothing. One whose words lie
+    in a device may answer `admit`, `revoke` and `cancel` with PENDING, and through `asks` later.
     """
 
     region: Region
@@ -52,6 +88,8 @@ class SlotTable(Protocol):
     free_left: int
     serve_whole: Callable[[int, Any, int, int, int], Served] | None
 
+    @property
+    def asks(self) -> Asks | None: ...
     def count_in(self, latency: Latency, null: bool) -> None: ...
     def given_id(self, size: int) -> bytes: ...
     def admit(self, request: Request, request_id: int, max_output: int) -> int: ...
@@ -104,6 +142,11 @@ class HostTable:
         self._watched: list[Any] = []
         self._served = ffi.new("struct dp_served *")
         self.serve_whole: Callable[[int, Any, int, int, int], Served] | None = None
+
+    @property
+    def asks(self) -> Asks | None:
+        """None: each verb answers at once."""
+        return None
 
     # Claim to publish.
 

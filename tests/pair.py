@@ -142,7 +142,7 @@ class Pair:
         body_timeout: float = 5.0,
         max_writing: int | None = None,
         front: Callable[[Ingress], StreamFront] = Prompt1,
-        **geometry: int,
+        **geometry: Any,
     ) -> None:
         self.now = time.monotonic()
         self.stats = Stats()
@@ -154,7 +154,7 @@ class Pair:
             "vocab_size": 100_000,
         }
         self.region = create_region(Manifest(model="pair", **{**sizes, **geometry}), 1, 1)
-        self.table = HostTable(self.region)
+        self.table = self.make_table()
         self.ingress.attach(self.table)
         self.fronts = {ALPN: front(self.ingress)}
         self.answers: dict[int, Answer] = {}
@@ -171,6 +171,10 @@ class Pair:
         self._server_timer: float | None = None
         self._reached = False
         self._connect(state_dir)
+
+    def make_table(self) -> HostTable:
+        """Return the table that the daemon serves from."""
+        return HostTable(self.region)
 
     # The two ends.
 
@@ -242,6 +246,7 @@ class Pair:
             self.server.handle_timer(self.now)
         self.ingress.on_deadline(self.now)
         self.engine()
+        self.ingress.take_answers()
         self.ingress.egress.flush()
         self.server.dirty = False
         self._reached = self._reached or bool(datagrams)

@@ -7,8 +7,8 @@ import pytest
 
 from dataplane._native import ffi, lib
 from dataplane.egress import HOLD_S, Egress
-from dataplane.errors import ResetCode
-from dataplane.exchange import Exchange
+from dataplane.errors import Refusal, ResetCode
+from dataplane.exchange import Asked, Exchange
 from dataplane.latency import Series
 from dataplane.manifest import Manifest
 from dataplane.prompt1 import Request
@@ -30,6 +30,9 @@ class Reader:
         self.failed: list[Exception] = []
         self.raising = -1
         self.full = False
+
+    def decided(self, asked: Asked, outcome: Exchange | Refusal) -> None:
+        raise AssertionError("nothing is asked here")
 
     def answer(self, exchange: Exchange, ids: bytes, finish: int) -> None:
         exchange.answered = True

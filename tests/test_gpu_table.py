@@ -1,8 +1,9 @@
 """One suite over both slot tables: what `SlotTable` promises, whoever swaps the words.
 
 `host` does it in C in the region. `device` has the admission kernel do it, here on host threads,
-and the runtime's side is the device's own (`slots_device.cuh`). The numbers and the table are
-contract 1's, as literals.
+and the runtime's side is the device's own (`slots_device.cuh`). `asking` is the device's table of a
+listener, whose answers are waited for here. The numbers and the table are contract 1's, as
+literals.
 """
 
 import os
@@ -21,14 +22,15 @@ from host_gpu import HostDevice, Library
 from native_region import open_region, rung
 
 from dataplane._native import ffi, lib
-from dataplane.device_table import DeviceTable, table_of
+from dataplane.device_table import AskingTable, DeviceTable, table_of
 from dataplane.pages import copy_words
 from dataplane.prompt1 import Request
 from dataplane.region import Region
-from dataplane.table import HostTable
+from dataplane.table import Answer, HostTable
 
 FREE, WRITING, READY, RUNNING, CANCELLING, DONE = range(6)
 OK, ILLEGAL, STALE, FULL, OVERFLOW, BAD_TOKEN, SHORT, UNANSWERED = 0, -1, -2, -3, -4, -5, -6, -7
+PENDING = -8
 STOP, LENGTH = 1, 2
 STATES = ("FREE", "WRITING", "READY", "RUNNING", "CANCELLING", "DONE")
 ID_BYTES = b"\5\0\0\0"
@@ -105,12 +107,48 @@ class Ticker:
         self._thread.join()
 
 
+class WaitingTable(AskingTable):
+    """An asking table whose caller has nothing else to do until the device answers."""
+
+    def _wait(self) -> Answer:
+        until = time.monotonic() + 5
+        while (answer := self.next_answer()) is None:
+            assert time.monotonic() < until
+            time.sleep(0.0005)
+        assert self.next_answer() is None
+        assert not self.pending
+        return answer
+
+    def admit(self, request: Request, request_id: int, max_output: int) -> int:
+        assert super().admit(request, request_id, max_output) == PENDING
+        assert self.pending
+        answer = self._wait()
+        assert answer.ticket == self.ticket
+        if answer.status < 0:
+            return answer.status
+        self.begin(answer.slot, request, request_id, max_output)
+        return answer.slot
+
+    def revoke(self, slot: int, generation: int) -> int:
+        return self._result(super().revoke(slot, generation), True)
+
+    def cancel(self, slot: int, generation: int) -> int:
+        return self._result(super().cancel(slot, generation), False)
+
+    def _result(self, status: int, is_revoke: bool) -> int:
+        if status != PENDING:
+            return status
+        answer = self._wait()
+        assert (answer.ticket, answer.is_revoke) == (0, is_revoke)
+        return answer.status
+
+
 class Rig:
     """A table over a region of a few slots, and the runtime's side of it."""
 
-    def __init__(self, region: Region, side: Side, ticker: Ticker | None) -> None:
+    def __init__(self, region: Region, side: Side, ticker: Ticker | None, table: HostTable) -> None:
         self.region = region
-        self.table = table_of(region)
+        self.table = table
         self.side = side
         self.ticker = ticker
 
@@ -189,7 +227,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["host", "device", "asking"])
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -197,14 +235,20 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def open_rig(kind: str, library: Library, region: Region) -> Rig:
     if kind == "host":
-        return Rig(region, HostSide(region), None)
+        return Rig(region, HostSide(region), None, HostTable(region))
     device = HostDevice(library, region)
-    return Rig(region, device, Ticker(device))
+    table = WaitingTable(region) if kind == "asking" else DeviceTable(region)
+    return Rig(region, device, Ticker(device), table)
+
+
+def table_named(kind: str) -> str:
+    """What a manifest calls it."""
+    return "host" if kind == "host" else "device"
 
 
 @pytest.fixture
 def rig(kind: str, library: Library) -> Iterator[Rig]:
-    with open_region(slots=4, table=kind) as region:
+    with open_region(slots=4, table=table_named(kind)) as region:
         rig = open_rig(kind, library, region)
         try:
             yield rig
@@ -213,8 +257,10 @@ def rig(kind: str, library: Library) -> Iterator[Rig]:
                 rig.ticker.end()
 
 
-def test_the_region_says_which_table_it_is(rig: Rig, kind: str) -> None:
-    assert type(rig.table) is (DeviceTable if kind == "device" else HostTable)
+@pytest.mark.parametrize(("name", "table"), [("host", HostTable), ("device", AskingTable)])
+def test_the_region_says_which_table_it_is(name: str, table: type[HostTable]) -> None:
+    with open_region(table=name) as region:
+        assert type(table_of(region)) is table
 
 
 # Claim.
@@ -254,10 +300,10 @@ def test_a_claim_adds_one_to_the_generation(rig: Rig) -> None:
 
 
 def test_generations_wrap(kind: str, library: Library) -> None:
-    with open_region(slots=1, table=kind) as region:
+    with open_region(slots=1, table=table_named(kind)) as region:
         last = ((1 << 40) - 1) << 24
         region.native.states[0] = last
-        if kind == "device":
+        if kind != "host":
             region.native.mirrors[0] = last
         rig = open_rig(kind, library, region)
         try:

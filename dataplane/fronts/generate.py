@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dataplane.errors import Refusal, ResetCode, Status
-from dataplane.exchange import Exchange
+from dataplane.exchange import Asked, Exchange
 from dataplane.fronts.parameters import Body, pack_ids
 from dataplane.fronts.session import Session, exchange_of
 from dataplane.http3 import data_frame_header
@@ -180,12 +180,19 @@ class Generate:
         connection.extra.drain()
 
     def leave(self, state: Any) -> None:
-        """Give back what a stream holds."""
+        """Give back what a stream holds or waits for."""
+        if state.__class__ is Asked:
+            state.ingress.asking.forget(state)
+            return
         exchange = exchange_of(state)
         if exchange.live:
             exchange.ingress.leave(exchange)
 
     # What is answered.
+
+    def decided(self, asked: Asked, outcome: Exchange | Refusal) -> None:
+        """See `dataplane.exchange.Front`."""
+        asked.connection.extra.decided(asked, outcome)
 
     def answer(self, exchange: Exchange, ids: bytes, finish: int) -> None:
         """See `dataplane.exchange.Front`: header and body that are there go in one write."""

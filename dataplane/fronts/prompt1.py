@@ -1,15 +1,15 @@
 """`prompt/1` over a QUIC connection: one bidirectional stream a request (contract 3).
 
-A stream is in one of four states, kept in `connection.streams`: absent (nothing came), `_Header` (a
-header that is not whole), `Exchange` (it holds a slot, or is being answered), `CLOSED` (answered;
-the client's own end has not come).
+A stream is in one of five states, kept in `connection.streams`: absent (nothing came), `_Header` (a
+header that is not whole), `Asked` (its claim has no answer yet), `Exchange` (it holds a slot, or is
+being answered), `CLOSED` (answered; the client's own end has not come).
 """
 
 from typing import Any
 
 from dataplane import refusals
 from dataplane.errors import Refusal, ResetCode, Status
-from dataplane.exchange import Exchange
+from dataplane.exchange import Asked, Exchange
 from dataplane.ingress import Ingress, Routes
 from dataplane.prompt1 import (
     NO_SLOT,
@@ -74,6 +74,8 @@ class Prompt1:
         elif state.__class__ is _Header:
             state.data += data
             self._header(state, connection, stream_id, state.data, fin, at_ns)
+        elif state.__class__ is Asked:
+            self._keep(state, data, 0, fin, at_ns)
         elif fin:
             del connection.streams[stream_id]
 
@@ -103,6 +105,10 @@ class Prompt1:
             self.refuse_stream(connection, stream_id, request.request_id, ingress, fin)
             return
         exchange = ingress.claim(self, connection, stream_id, request, at_ns)
+        if isinstance(exchange, Asked):
+            connection.streams[stream_id] = exchange
+            self._keep(exchange, data, request.header_bytes, fin, at_ns)
+            return
         if isinstance(exchange, Refusal):
             self.refuse_stream(
                 connection, stream_id, request.request_id, exchange, fin, ingress.queue_us, ingress
@@ -112,6 +118,29 @@ class Prompt1:
         if not fin:
             ingress.expect_body(exchange)
         self._body(exchange, data, request.header_bytes, fin, at_ns)
+
+    @staticmethod
+    def _keep(asked: Asked, data: bytes, offset: int, fin: bool, at_ns: int) -> None:
+        """Keep what comes of the body before its claim is answered; one byte too many will tell."""
+        request = asked.request
+        room = request.n_tokens * request.width + 1 - len(asked.body)
+        asked.body += data[offset : offset + room]
+        if fin:
+            asked.ends(at_ns)
+
+    def decided(self, asked: Asked, outcome: Exchange | Refusal) -> None:
+        """See `dataplane.exchange.Front`."""
+        connection, stream_id, ingress = asked.connection, asked.stream_id, asked.ingress
+        if isinstance(outcome, Refusal):
+            self.refuse_stream(
+                connection, stream_id, asked.request.request_id, outcome, asked.is_whole,
+                ingress.queue_us, ingress,
+            )  # fmt: skip
+            return
+        connection.streams[stream_id] = outcome
+        if not asked.is_whole:
+            ingress.expect_body(outcome)
+        self._body(outcome, bytes(asked.body), 0, asked.is_whole, asked.whole_ns)
 
     def drop_header(self, state: _Header) -> None:
         """Forget a header that is not waited for any more."""
@@ -138,10 +167,8 @@ class Prompt1:
         state = connection.streams.pop(stream_id, None)
         if state is CLOSED:
             return
-        if state.__class__ is _Header:
-            self._home.expect_no_header(state)
-        elif state is not None and state.live:
-            state.ingress.leave(state)
+        if state is not None:
+            self._leave(state)
         if not stream_id & _UNIDIRECTIONAL:
             connection.reset(stream_id, 0)
 
@@ -153,11 +180,10 @@ class Prompt1:
         state = connection.streams.get(stream_id)
         if state is None or state is CLOSED:
             return state is CLOSED
-        ends_itself = state.__class__ is Exchange and not state.writing
-        if state.__class__ is _Header:
-            self._home.expect_no_header(state)
-        elif state.live:
-            state.ingress.leave(state)
+        ends_itself = (state.__class__ is Exchange and not state.writing) or (
+            state.__class__ is Asked and state.is_whole
+        )
+        self._leave(state)
         if ends_itself:
             del connection.streams[stream_id]
         else:
@@ -170,18 +196,25 @@ class Prompt1:
         state = connection.streams.get(stream_id)
         if state is not CLOSED:  # then what the client still sends has to be told from a header
             connection.streams.pop(stream_id, None)
-        if state.__class__ is Exchange and state.live:
-            state.ingress.leave(state)
+            if state is not None:
+                self._leave(state)
         connection.reset(stream_id, int(ResetCode.SLOW_READER))
 
     def left(self, connection: Any) -> None:
         """The connection is over."""
         for state in connection.streams.values():
-            if state.__class__ is _Header:
-                self._home.expect_no_header(state)
-            elif state is not CLOSED and state.live:
-                state.ingress.leave(state)
+            if state is not CLOSED:
+                self._leave(state)
         connection.streams.clear()
+
+    def _leave(self, state: Any) -> None:
+        """Give back what a stream holds or waits for."""
+        if state.__class__ is _Header:
+            self._home.expect_no_header(state)
+        elif state.__class__ is Asked:
+            state.ingress.asking.forget(state)
+        elif state.live:
+            state.ingress.leave(state)
 
     def drain(self, connection: Any) -> None:
         """The raw protocol says it per request: 503."""

@@ -7,14 +7,15 @@ its slot, feeds its body there and publishes it. Answers to published requests a
 - One bad request ends its stream with a problem document, never the connection.
 - What is refused early gets its whole answer at once. STOP_SENDING follows only where the request's
   end has not come.
-- `connection.streams` has an entry for a stream exactly while it holds a slot or is answered.
+- `connection.streams` has an entry for a stream exactly while it holds a slot, waits for a device's
+  answer, or is answered.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dataplane.errors import Refusal, Status
-from dataplane.exchange import Exchange
+from dataplane.exchange import Asked, Exchange
 from dataplane.fronts import reading, replies, texts
 from dataplane.fronts.parameters import (
     Body,
@@ -56,6 +57,15 @@ class _Header:
         self.session.expire_header(self.stream_id)
 
 
+class _Wanted(NamedTuple):
+    """What the header of a `/v1/generate` asked for, which a claim is made for."""
+
+    kind: bytes
+    request_id: bytes  # the client's own, or none
+    accept: bytes | None
+    length: int
+
+
 class Gathering:
     """A JSON request under way: it holds a slot, and its body is not whole."""
 
@@ -81,6 +91,14 @@ def exchange_of(state: Any) -> Exchange:
     """Return the exchange of a stream's state."""
     exchange: Exchange = state.exchange if state.__class__ is Gathering else state
     return exchange
+
+
+def _is_whole(state: Any) -> bool:
+    """Whether the end of a stream's request came."""
+    if state.__class__ is Asked:
+        whole: bool = state.is_whole
+        return whole
+    return exchange_of(state).complete_ns != 0
 
 
 class Session:
@@ -205,6 +223,9 @@ class Session:
         if state.__class__ is Gathering:
             state.data += data[start:end]
             return True
+        if state.__class__ is Asked:
+            state.body += data[start:end]
+            return True
         return False
 
     def on_end(self, stream_id: int) -> None:
@@ -217,6 +238,8 @@ class Session:
                     self.refuse_held(state, refusal, True)
         elif state.__class__ is Gathering:
             self._submit_json(state)
+        elif state.__class__ is Asked:
+            state.ends(self.at_ns)
 
     def on_trailers(self, stream_id: int, fields: Fields) -> None:
         """Nothing in trailers matters here."""
@@ -234,12 +257,17 @@ class Session:
             self.refuse_new(stream_id, Refusal(Status(status), reason), b"")
             return
         if state is not None:
-            exchange = exchange_of(state)
-            if status and exchange.live and not exchange.answered:
-                refusal = exchange.ingress.give_up(exchange, Refusal(Status(status), reason))
-                self.refuse_held(exchange, refusal, self.fin)
-                return
+            if state.__class__ is not Asked:
+                exchange = exchange_of(state)
+                if status and exchange.live and not exchange.answered:
+                    refusal = exchange.ingress.give_up(exchange, Refusal(Status(status), reason))
+                    self.refuse_held(exchange, refusal, self.fin)
+                    return
             self.front.leave(state)
+            if status and state.__class__ is Asked:
+                request_id = state.extra.request_id
+                self.refuse_new(stream_id, Refusal(Status(status), reason), request_id)
+                return
             self.connection.streams.pop(stream_id, None)
         self.connection.reset(stream_id, code)
         if not self.fin:
@@ -275,7 +303,7 @@ class Session:
         state = self.connection.streams.pop(stream_id, None)
         if state is not None:
             self.front.leave(state)
-            if exchange_of(state).complete_ns:
+            if _is_whole(state):
                 return True
         if self.http3.discard(stream_id):
             self.connection.stop(stream_id, _NO_ERROR)
@@ -313,19 +341,45 @@ class Session:
         if isinstance(exchange, Refusal):
             queue_us = 0 if too_large else ingress.queue_us
             return self.refuse_new(stream_id, exchange, request_id, queue_us, ingress)
-        accept = fields.get(b"accept")
+        header = _Wanted(kind, request_id, fields.get(b"accept"), length)
+        if isinstance(exchange, Asked):
+            exchange.extra = header
+            connection.streams[stream_id] = exchange
+        else:
+            self._admitted(exchange, request, header)
+        return True
+
+    def _admitted(self, exchange: Exchange, request: Request, header: _Wanted) -> None:
+        """A request holds a slot: its body is waited for."""
+        kind, request_id, accept, length = header
+        ingress, stream_id = exchange.ingress, exchange.stream_id
         if kind == JSON:
             request_id = request_id or b"%016x" % exchange.request_id
             state = Gathering(exchange, request, request_id, accept, length)
-            connection.streams[stream_id] = state
+            self.connection.streams[stream_id] = state
         else:
             form = BINARY if accept is None else preferred_form(accept, BINARY)
             exchange.body_bytes = length
             exchange.extra = self._reply(ingress, form, request_id)
-            connection.streams[stream_id] = exchange
+            self.connection.streams[stream_id] = exchange
         if not self.fin:
             ingress.expect_body(exchange)
-        return True
+
+    def decided(self, asked: Asked, outcome: Exchange | Refusal) -> None:
+        """The device answered a claim: go on as if what came since had come now."""
+        stream_id, ingress, header = asked.stream_id, asked.ingress, asked.extra
+        self.fin, self.at_ns = asked.is_whole, asked.whole_ns
+        wanted = False
+        if isinstance(outcome, Refusal):
+            self.refuse_new(stream_id, outcome, header.request_id, ingress.queue_us, ingress)
+        else:
+            self._admitted(outcome, asked.request, header)
+            body = bytes(asked.body)
+            wanted = not body or self.on_data(stream_id, body, 0, len(body))
+        if not wanted:
+            self.http3.discard(stream_id)
+        elif asked.is_whole:
+            self.on_end(stream_id)
 
     def _submit_json(self, state: Gathering) -> None:
         """The JSON body is whole: read it, write its ids into the slot, publish."""
