@@ -2,8 +2,9 @@
 kernels run as they are, without CUDA; CUDA's driver is `gpu_driver.cpp`.
 
 Run as a program it is a `cuda-echo` runtime: `host_gpu.py LIBRARY SOCKET SLOTS CONTEXT MAX_OUTPUT
-MODE [stuck | hung]`. Once SIGUSR1 comes, with `stuck` no kernel ends any more, with `hung` none of
-the model's, while admission goes on.
+MODE [stuck | hung | slow [PARTITION]]`. Once SIGUSR1 comes, with `stuck` no kernel ends any more,
+with `hung` none of the model's, while admission goes on, and with `slow` none does until it comes
+again.
 """
 
 import ctypes
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dataplane._native import ffi, lib
+from dataplane.manifest import DEFAULT_PARTITION
 from dataplane.region import Region
 from dataplane.runtime.cuda import Stream
 
@@ -223,18 +225,27 @@ def main(arguments: list[str]) -> int:
     from dataplane.runtime.cuda_echo import main as cuda_echo
 
     library, socket, slots, context, max_output, mode, *rest = arguments
-    hung = threading.Event() if rest == ["hung"] else None
+    how = rest.pop(0) if rest else ""
+    partition = rest.pop(0) if rest else DEFAULT_PARTITION
+    hangs = False
+    hung = threading.Event() if how == "hung" else None
     gpu = HostGpu(Library(Path(library)), hung)
 
     def hang(number: int, frame: object) -> None:
-        hung.set() if hung else gpu.get_stuck()
-        print("it hangs", flush=True)
+        nonlocal hangs
+        hangs = not hangs if how == "slow" else True
+        if hung:
+            hung.set()
+        else:
+            gpu.get_stuck(hangs)
+        print("it hangs" if hangs else "it goes on", flush=True)
 
     signal.signal(signal.SIGUSR1, hang)
     try:
         return cuda_echo(
             socket, int(slots), int(context), int(max_output), 50_000,
             lambda text: print(text, flush=True), gpu=gpu, mode=mode,  # type: ignore[arg-type]
+            partition=partition,
         )  # fmt: skip
     except DataplaneError as error:
         print(f"host_gpu: {error}", file=sys.stderr)
