@@ -877,14 +877,14 @@ def test_the_command_passes_its_settings(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         smollm2_torch,
         "main",
-        lambda *given, cache_dir, partition, kernels: seen.append(
-            (*given[:4], cache_dir, partition, kernels.name)
+        lambda *given, cache_dir, partition, kernels, needs_device: seen.append(
+            (*given[:4], cache_dir, partition, kernels.name, needs_device)
         ),
     )
     state = tmp_path / "state"
     settings = ["--socket=/a.sock", "--slots=3", f"--state-dir={state}"]
     assert main(["runtime", "smollm2-torch", *settings]) == 0
-    assert seen == [(Path("/a.sock"), 3, 1024, 512, state, "default", "kernels.fatbin")]
+    assert seen == [(Path("/a.sock"), 3, 1024, 512, state, "default", "kernels.fatbin", False)]
 
 
 def test_a_missing_pytorch_is_named_with_its_remedy(
