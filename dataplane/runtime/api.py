@@ -9,11 +9,12 @@ safe at any time: one on a request that ended answers that it did. The pulse tha
 
 import contextlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec.structs
 import numpy as np
@@ -107,7 +108,26 @@ class Taken:
         return state >= 0
 
 
-class Runtime:
+class Detaches(ABC):
+    """What is attached until the end of its block."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Leave: the daemon ends what is in flight."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+class Runtime(Detaches):
     """An attachment, from the engine's side; a context manager that detaches.
 
     Attributes:
@@ -161,17 +181,6 @@ class Runtime:
     def step(self) -> None:
         """Say that the engine made a step: a prefill chunk, a decode step, an idle pass."""
         lib.dp_step(self._native)
-
-    def __enter__(self) -> "Runtime":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.detach()
 
     def detach(self) -> None:
         """Leave: the daemon ends what is in flight. The mapping stays until the last array goes."""

@@ -21,7 +21,6 @@ An engine does, in its loop: `wait`, launch its own kernels with `device` as arg
 import contextlib
 import os
 import select
-from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
@@ -29,7 +28,7 @@ import msgspec
 from dataplane._native import ffi, lib
 from dataplane.errors import DetachedError
 from dataplane.manifest import Manifest
-from dataplane.runtime.api import Runtime
+from dataplane.runtime.api import Detaches, Runtime
 from dataplane.runtime.api import attach as _attach
 from dataplane.runtime.cuda_admission import Admission
 from dataplane.runtime.cuda_device import KERNELS, CudaError, CupyGpu, Gpu, Stream
@@ -45,7 +44,7 @@ MODES: tuple[Mode, ...] = ("tick", "persistent")
 _ATTEND_US = 200
 
 
-class CudaRuntime:
+class CudaRuntime(Detaches):
     """An attachment whose slots live on a device; a context manager that detaches.
 
     Attributes:
@@ -158,17 +157,6 @@ class CudaRuntime:
             if self._watchdog is not None:
                 self._watchdog.stop()
                 self._watchdog = None
-
-    def __enter__(self) -> "CudaRuntime":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.detach()
 
     # The engine's loop.
 

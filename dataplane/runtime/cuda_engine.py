@@ -23,7 +23,6 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from dataplane._native import ffi, lib
 from dataplane.errors import DataplaneError
 from dataplane.manifest import Manifest
 from dataplane.runtime import cuda
-from dataplane.runtime.api import Taken
+from dataplane.runtime.api import Detaches, Taken
 from dataplane.runtime.cuda import CudaError, CudaRuntime, Gpu, Mode, Stream
 from dataplane.slots import Finish
 
@@ -100,7 +99,7 @@ class GatheredTaken(Taken):
         return mine and not self._part.lost
 
 
-class CudaEngineRuntime:
+class CudaEngineRuntime(Detaches):
     """`dataplane.runtime.Runtime` on the `device` table; a context manager that detaches.
 
     Attributes:
@@ -222,17 +221,6 @@ class CudaEngineRuntime:
     def step(self) -> None:
         """Say that the engine made a step: a prefill chunk, a decode step, an idle pass."""
         self.cuda.step()
-
-    def __enter__(self) -> "CudaEngineRuntime":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.detach()
 
     def detach(self) -> None:
         """Carry out what was asked and leave: the daemon ends what is in flight then."""
