@@ -34,7 +34,7 @@ from aioquic.quic.packet import (
 from dataplane.connection import CID_BYTES, Connection, StreamFront
 from dataplane.errors import ResetCode
 from dataplane.ingress import Ingress
-from dataplane.quic import encode_refusal, reset_token
+from dataplane.quic import ProbingConnection, encode_refusal, reset_token
 from dataplane.region import Region
 from dataplane.socket_engine import SocketEngine
 
@@ -291,7 +291,7 @@ class Listener:
                 path,
             )
             return None
-        quic = QuicConnection(
+        quic = ProbingConnection(
             configuration=self._configuration,
             original_destination_connection_id=header.destination_cid,
         )

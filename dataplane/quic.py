@@ -48,8 +48,8 @@ _HAND_OVER_NAMES = (
     "_remote_preferred_address", "_spaces", "_version",
 )  # fmt: skip
 _LOSS_NAMES = (
-    "_cc", "_rtt_initialized", "_rtt_min", "_rtt_smoothed", "_rtt_variance", "get_probe_timeout",
-    "max_ack_delay",
+    "_cc", "_pto_count", "_rtt_initialized", "_rtt_min", "_rtt_smoothed", "_rtt_variance",
+    "get_probe_timeout", "handshake_confirmed", "max_ack_delay", "reschedule_data",
 )  # fmt: skip
 _SPACE_NAMES = (
     "ack_at", "ack_eliciting_in_flight", "ack_queue", "largest_received_packet", "loss_time",
@@ -92,6 +92,30 @@ def check() -> None:
         missing += [f"{what}.{name}" for name in names if not hasattr(part, name)]
     if missing:
         raise DataplaneError(f"this version of aioquic lacks {', '.join(missing)}: install 1.7.2")
+
+
+class ProbingConnection(QuicConnection):
+    """A connection whose handshake is probed for with two datagrams a time-out, not with one.
+
+    The time-out doubles each time, so that the loss of a few single datagrams costs tens of
+    seconds; RFC 9002 section 6.2.4 allows two for that reason, and the pump sends as many.
+    """
+
+    _probes_twice = False
+
+    def handle_timer(self, now: float) -> None:
+        before = self._loss._pto_count
+        super().handle_timer(now)
+        self._probes_twice = self._loss._pto_count > before and not self._loss.handshake_confirmed
+
+    def datagrams_to_send(self, now: float) -> list[tuple[bytes, Any]]:
+        datagrams = super().datagrams_to_send(now)
+        if self._probes_twice:
+            self._probes_twice = False
+            if datagrams and not is_closing(self):
+                self._loss.reschedule_data(now=now)
+                datagrams += super().datagrams_to_send(now)
+        return datagrams
 
 
 class _Silent:

@@ -25,6 +25,7 @@ from dataplane import quic as private
 from dataplane.hand_over import HandOver
 from dataplane.identity import load_identity
 from dataplane.pump import NEVER, Pump, path_of
+from dataplane.quic import ProbingConnection
 
 ALPN = "echo"
 CLIENT = path_of(("127.0.0.1", 50_000))
@@ -75,17 +76,22 @@ class Plain:
         self.lost: ConnectionTerminated | None = None
         self.got: dict[int, bytearray] = {}
         self.fins: set[int] = set()
+        self._acted = False
 
     def receive(self, data: bytes, path: bytes, now: float) -> None:
         self.quic.receive_datagram(data, path, now)
 
     def act(self, now: float) -> list[tuple[bytes, bytes]]:
         """Let timers fire; what is to be sent."""
-        due = self.quic.get_timer()
-        if due is not None and due <= now:
+        if self._is_due(self.quic.get_timer(), now):
             self.quic.handle_timer(now)
         self._listen()
         return self.quic.datagrams_to_send(now)
+
+    def _is_due(self, at: float | None, now: float) -> bool:
+        """Whether a timer fires; not before the first act, since it counts from what was sent."""
+        acted, self._acted = self._acted, True
+        return acted and at is not None and at <= now
 
     def _listen(self) -> None:
         while (event := self.quic.next_event()) is not None:
@@ -141,8 +147,7 @@ class Pumped(Plain):
         while found := self.pump.events():
             for event in found:
                 self._event(event, now)
-        due = self.hand_over.get_timer()
-        if due is not None and due <= now:
+        if self._is_due(self.hand_over.get_timer(), now):
             self.hand_over.handle_timer(now)
         self._listen()
         out = self.hand_over.transmit(now)
@@ -285,8 +290,8 @@ def join(state_dir: Path, kinds: str, idle_timeout: float = 3600.0, **link: Any)
     """Make a wire; `kinds` says with `pumped` and `plain` what client and server are."""
     of_client, of_server = kinds.split("-")
     makers: dict[str, Callable[[QuicConnection], Plain]] = {"pumped": Pumped, "plain": Plain}
-    client = QuicConnection(configuration=configuration(state_dir, True, idle_timeout))
-    server = QuicConnection(
+    client = ProbingConnection(configuration=configuration(state_dir, True, idle_timeout))
+    server = ProbingConnection(
         configuration=configuration(state_dir, False, idle_timeout),
         original_destination_connection_id=client.original_destination_connection_id,
     )

@@ -14,7 +14,6 @@ import socket
 from typing import Any, Protocol, TypeVar, cast
 
 from aioquic.quic.configuration import QuicConfiguration
-from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import (
     ConnectionTerminated,
     HandshakeCompleted,
@@ -28,6 +27,7 @@ from aioquic.tls import AlertDescription
 from dataplane.client.transport import PumpTransport, Transport
 from dataplane.errors import UnavailableError
 from dataplane.kinds import Address, format_address
+from dataplane.quic import ProbingConnection
 
 KEEP_ALIVE_S = 0.5
 _RECEIVE_BUFFER = 1 << 20
@@ -335,7 +335,7 @@ async def _attempt(
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
         sock.connect(address)
-        quic = QuicConnection(configuration=configuration)
+        quic = ProbingConnection(configuration=configuration)
         transport = PumpTransport(quic, address) if pump else Transport(quic, address)
         _, link = await asyncio.get_running_loop().create_datagram_endpoint(
             lambda: kind(transport), sock=sock

@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from aioquic.quic.configuration import QuicConfiguration
-from aioquic.quic.connection import QuicConnection
 
 from dataplane._native import ffi, lib
 from dataplane.client.transport import Hub, PumpTransport, Transport
@@ -38,6 +37,7 @@ from dataplane.load.tally import LOST, Outcome, Schedule, Tally
 from dataplane.load.timers import Timers
 from dataplane.load.wire import Dialogue, H3Dialogue, RawDialogue
 from dataplane.pump import DATAGRAM, FRONT_EVENTS, FRONT_LOAD, PATH_BYTES, Event
+from dataplane.quic import ProbingConnection
 
 STALL_S = 10.0
 IDLE_TIMEOUT_S = 30.0
@@ -189,7 +189,7 @@ class Load:
 
     def _open(self, family: socket.AddressFamily, peer: Any) -> Link:
         sock = connected(family, peer)
-        quic = QuicConnection(configuration=self._configuration)
+        quic = ProbingConnection(configuration=self._configuration)
         transport: Transport
         if self._hub is None:
             transport = Transport(quic, peer)

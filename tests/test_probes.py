@@ -1,0 +1,84 @@
+"""How a handshake gets over a link that loses datagrams: by two of them a time-out."""
+
+from pathlib import Path
+
+import pytest
+from pumped_ends import Wire, join
+
+KINDS = pytest.mark.parametrize("kinds", ["pumped-pumped", "plain-plain"])
+FIRST_PTO = 0.2  # twice the initial round trip (RFC 9002 section 6.2.2)
+SMALLEST_INITIAL = 1200
+
+
+@pytest.fixture(scope="module")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("identity")
+
+
+def sent_within(wire: Wire, seconds: float, to_server: bool) -> int:
+    before = wire.sent[to_server]
+    wire.run_for(seconds)
+    return wire.sent[to_server] - before
+
+
+@KINDS
+def test_a_client_probes_with_two_datagrams_that_can_open_a_connection(
+    state_dir: Path, kinds: str
+) -> None:
+    wire = join(state_dir, kinds)
+    sizes: list[int] = []
+
+    def lose(to_server: bool, data: bytes) -> bool:
+        sizes.append(len(data))
+        return True
+
+    wire.drop = lose
+    assert sent_within(wire, FIRST_PTO / 2, to_server=True) == 1
+    # At 0.2, 0.6 and 1.4 s: the time-out doubles.
+    assert [sent_within(wire, after, to_server=True) for after in (0.2, 0.4, 0.8)] == [2, 2, 2]
+    assert sizes == [SMALLEST_INITIAL] * 7
+
+
+@KINDS
+def test_a_server_probes_twice_within_three_times_what_came(state_dir: Path, kinds: str) -> None:
+    """RFC 9000 section 8.1: an address that is not validated gets no more than that."""
+    wire = join(state_dir, kinds)
+    came: list[int] = []
+    went: list[int] = []
+
+    def only_the_first(to_server: bool, data: bytes) -> bool:
+        if to_server and came:
+            return True
+        (came if to_server else went).append(len(data))
+        return not to_server
+
+    wire.drop = only_the_first
+    wire.run_for(FIRST_PTO / 2)
+    first = len(went)
+    assert first
+    assert sent_within(wire, FIRST_PTO, to_server=False) == 2
+    wire.run_for(10.0)
+    assert len(went) == first + 2
+    assert sum(went) <= 3 * sum(came) == 3 * SMALLEST_INITIAL
+
+
+@KINDS
+def test_handshakes_over_a_link_that_loses_half(state_dir: Path, kinds: str) -> None:
+    """One datagram a time-out leaves one in a hundred undone after 30 s."""
+    times = []
+    for seed in range(200):
+        wire = join(state_dir, kinds, seed=seed, loss=0.5)
+        began = wire.now
+        wire.until(lambda wire=wire: wire.client.up and wire.server.up, within=60.0)  # type: ignore[misc]
+        times.append(wire.now - began)
+    assert max(times) < 30.0
+    assert sorted(times)[len(times) // 2] < 2.0
+
+
+@KINDS
+def test_a_handshake_without_loss_sends_nothing_twice(state_dir: Path, kinds: str) -> None:
+    wire = join(state_dir, kinds)
+    wire.until(lambda: wire.client.up and wire.server.up)
+    wire.run_for(1.0)
+    assert wire.sent[True] <= 5
+    assert wire.sent[False] <= 5
