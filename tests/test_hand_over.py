@@ -208,6 +208,66 @@ def test_lost_control_frames_are_written_again(state_dir: Path) -> None:
     settle(wire)
 
 
+@pytest.mark.parametrize("kinds", ["plain-pumped", "pumped-pumped"])
+def test_one_probe_time_out_repeats_control_frames_and_data(state_dir: Path, kinds: str) -> None:
+    """No acknowledgement comes: a probe has to carry what is outstanding, not just ask for one."""
+    wire = join(state_dir, kinds)
+    client, server = wire.client, wire.server
+    mute = False
+
+    def lose(to_server: bool, data: bytes) -> bool:
+        return mute if to_server else not mute and not data[0] & 0x80
+
+    wire.drop = lose
+    wire.until(lambda: client.up and server.up)
+    stream = client.open(b"request", True)
+    wire.until(lambda: stream in server.fins)
+    server.send(stream, b"answer", True)
+    wire.run_for(0.05)  # both have left by now, and were lost
+    assert not client.quic._handshake_confirmed
+    assert stream not in client.got
+    mute = True
+    wire.run_for(1.0)  # a few time-outs, of which the first is enough
+    assert client.quic._handshake_confirmed
+    assert len(client.quic._peer_cid_available) == 7
+    assert client.got[stream] == b"answer"
+    mute, wire.drop = False, lambda to_server, data: False
+    echo(wire, b"and on")
+    settle(wire)
+
+
+@pytest.mark.parametrize("kinds", ["plain-pumped", "pumped-pumped"])
+def test_the_two_probes_of_a_time_out_carry_different_data(state_dir: Path, kinds: str) -> None:
+    wire = connect(state_dir, kinds)
+    echo(wire, b"before")
+    settle(wire)
+    streams = [wire.client.open(b"request", True) for _ in range(2)]
+    wire.until(lambda: wire.server.fins >= set(streams))
+    settle(wire)
+    wire.drop = lambda to_server, data: True
+    for stream in streams:
+        wire.server.send(stream, b"answer", True)
+        wire.act()  # so that each has a packet of its own
+    wire.drop = lambda to_server, data: to_server  # no acknowledgement comes
+    wire.until(lambda: wire.client.fins >= set(streams), within=0.5)
+
+
+def test_a_peer_that_is_heard_again_need_not_wait_for_the_time_out(state_dir: Path) -> None:
+    """After half a minute of nothing the next time-out is as far; a packet says that it is over."""
+    wire = connect(state_dir, "plain-pumped")
+    echo(wire, b"before")
+    stream = wire.client.open(b"request", True)
+    wire.until(lambda: stream in wire.server.fins)
+    settle(wire)
+    wire.drop = lambda to_server, data: True
+    wire.server.send(stream, b"answer", True)
+    wire.run_for(30.0)
+    wire.drop = lambda to_server, data: False
+    wire.client.quic.send_ping(1)
+    wire.until(lambda: stream in wire.client.fins, within=0.2)
+    settle(wire)
+
+
 @pytest.mark.parametrize("kinds", ["plain-pumped", "pumped-plain"])
 def test_the_peers_key_updates_are_followed(state_dir: Path, kinds: str) -> None:
     wire = connect(state_dir, kinds)

@@ -35,7 +35,7 @@ void dp_conn_free_records(struct dp_conn *conn) {
                            : dp_recovery_packet(&conn->recovery, lowest)->first;
 }
 
-static const struct dp_record *record_at(const struct dp_conn *conn, uint64_t index) {
+static struct dp_record *record_at(const struct dp_conn *conn, uint64_t index) {
     return &conn->records[index & (conn->record_room - 1)];
 }
 
@@ -137,33 +137,56 @@ static void repeat(struct dp_conn *conn, const struct dp_record *record) {
     }
 }
 
+/* Only the owner has what a control packet said. */
+static void give_back(struct dp_conn *conn, struct dp_record *record) {
+    record->kind = DP_RECORD_NONE;
+    conn->depth++;
+    conn->owner->delivered(conn->self, conn, record->id, false);
+    conn->depth--;
+}
+
+static void repeat_all(struct dp_conn *conn, const struct dp_sent *sent) {
+    for (uint16_t i = 0; i < sent->count; i++) {
+        struct dp_record *record = record_at(conn, sent->first + i);
+        if (record->kind == DP_RECORD_CONTROL)
+            give_back(conn, record);
+        else
+            repeat(conn, record);
+    }
+}
+
 static void lost(void *self, uint64_t pn, const struct dp_sent *sent) {
     struct dp_conn *conn = self;
     (void)pn;
     conn->stats.lost++;
-    for (uint16_t i = 0; i < sent->count; i++) {
-        const struct dp_record *record = record_at(conn, sent->first + i);
-        if (record->kind == DP_RECORD_CONTROL) {
-            conn->depth++;
-            conn->owner->delivered(conn->self, conn, record->id, false);
-            conn->depth--;
-        } else {
-            repeat(conn, record);
-        }
-    }
+    repeat_all(conn, sent);
     dp_conn_touch(conn);
 }
 
 const struct dp_sent_owner dp_conn_fates = {.acked = acked, .lost = lost};
 
-void dp_conn_repeat_oldest(struct dp_conn *conn) {
+void dp_conn_begin_repeats(struct dp_conn *conn) {
+    conn->repeat_from = dp_recovery_lowest(&conn->recovery);
+    conn->repeat_end = conn->recovery.next;
+}
+
+/* Whether something came of it. */
+static bool repeat_since(struct dp_conn *conn, uint64_t pn) {
     const struct dp_recovery *recovery = &conn->recovery;
-    for (uint64_t pn = dp_recovery_lowest(recovery); pn < recovery->next; pn++) {
+    uint64_t lowest = dp_recovery_lowest(recovery);
+    for (pn = pn < lowest ? lowest : pn; pn < conn->repeat_end; pn++) {
         const struct dp_sent *sent = dp_recovery_packet(recovery, pn);
         if (!(sent->flags & DP_SENT_ELICITS) || sent->flags & DP_SENT_DONE)
             continue;
-        for (uint16_t i = 0; i < sent->count; i++)
-            repeat(conn, record_at(conn, sent->first + i));
-        return;
+        repeat_all(conn, sent);
+        conn->repeat_from = pn + 1;
+        if (conn->due || conn->first_queued)
+            return true;
     }
+    return false;
+}
+
+void dp_conn_repeat_next(struct dp_conn *conn) {
+    if (!repeat_since(conn, conn->repeat_from))
+        repeat_since(conn, 0);
 }

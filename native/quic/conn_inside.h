@@ -27,6 +27,7 @@ enum dp_record_kind {
     DP_RECORD_MAX_STREAMS_UNI,
     DP_RECORD_CONTROL, /* id: the token */
     DP_RECORD_ACK,     /* id: the largest packet number that it acknowledged */
+    DP_RECORD_NONE,    /* its fate was told already */
 };
 
 struct dp_record {
@@ -98,6 +99,7 @@ struct dp_conn {
     uint64_t record_low, record_next;
     uint32_t record_room;
     uint32_t probes;
+    uint64_t repeat_from, repeat_end; /* packets of which probes carry what is outstanding */
     int64_t pacing_at;
 
     /* Streams. */
@@ -158,7 +160,10 @@ void dp_conn_wake_streams(struct dp_conn *conn);
 extern const struct dp_sent_owner dp_conn_fates;
 bool dp_conn_record(struct dp_conn *conn, const struct dp_record *record);
 void dp_conn_free_records(struct dp_conn *conn);
-/* Have the oldest outstanding data go out once more, for a probe. */
-void dp_conn_repeat_oldest(struct dp_conn *conn);
+/* A probe time-out ran out: what is outstanding by now may be sent again. */
+void dp_conn_begin_repeats(struct dp_conn *conn);
+/* Have the next outstanding data go out once more, the oldest first and each in its turn. Of
+ * control frames the owner hears that they are lost, and sends them anew by itself. */
+void dp_conn_repeat_next(struct dp_conn *conn);
 
 #endif

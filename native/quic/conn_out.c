@@ -321,7 +321,7 @@ static bool may_send(struct dp_conn *conn, int64_t now) {
 static void prepare_probe(struct dp_conn *conn) {
     if (has_frames(conn))
         return;
-    dp_conn_repeat_oldest(conn);
+    dp_conn_repeat_next(conn);
     if (!has_frames(conn))
         conn->due |= DP_DUE_PING;
 }
@@ -345,7 +345,8 @@ static size_t build_close(struct dp_conn *conn, uint8_t *datagram, struct dp_pat
 /* Whether an ACK frame stands in it. */
 static bool gather(struct dp_conn *conn, struct out *out, int64_t now, bool sending,
                    struct dp_path *path) {
-    bool acks = (conn->news || ack_due(conn, now)) && put_ack(conn, out, now);
+    /* A probe says again what came, since the ACK frame that said it may be what was lost. */
+    bool acks = (conn->news || conn->probes || ack_due(conn, now)) && put_ack(conn, out, now);
     if (!sending)
         return acks;
     put_control(conn, out, path);
@@ -400,6 +401,9 @@ size_t dp_conn_build(struct dp_conn *conn, int64_t now, uint8_t *datagram, struc
         return nothing(conn);
     if (conn->probes)
         prepare_probe(conn);
+    else if (conn->recovery.pto_count && ack_due(conn, now) && !has_frames(conn))
+        /* The peer is there, and its acknowledgements are not: the next time-out may be far. */
+        dp_conn_repeat_next(conn);
     bool sending = has_frames(conn) && may_send(conn, now);
     if (!has_frames(conn))
         conn->recovery.window_limited = false; /* this round ends for want of data */
@@ -445,8 +449,10 @@ void dp_conn_on_timer(struct dp_conn *conn, int64_t now) {
         return;
     if (dp_recovery_timer(&conn->recovery) <= now) {
         uint32_t probes = dp_recovery_on_timer(&conn->recovery, now, &dp_conn_fates, conn);
-        if (probes)
+        if (probes) {
             conn->probes = probes;
+            dp_conn_begin_repeats(conn);
+        }
         dp_conn_free_records(conn);
         dp_conn_sweep(conn);
     }
