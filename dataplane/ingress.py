@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from dataplane import refusals
 from dataplane.asking import Asking
+from dataplane.deadlines import Deadlines
 from dataplane.egress import Egress
 from dataplane.errors import Refusal, ResetCode, Status
-from dataplane.exchange import Asked, Exchange, Front, Peer, Waiting
+from dataplane.exchange import Asked, Exchange, Front, Peer
 from dataplane.latency import MOST_US, Series
 from dataplane.manifest import DEFAULT_PARTITION
 from dataplane.prompt1 import Request
@@ -29,7 +30,6 @@ from dataplane.table import Answer, SlotTable
 _QUEUE = int(Series.QUEUE)
 _STOP = int(Finish.STOP)
 _RETRY_MS_MAX = 10_000
-_SWEEPS = 20  # within one body time-out: a late body waits at most a twentieth longer
 _realtime_ns = time.time_ns
 
 
@@ -63,6 +63,7 @@ class Ingress:
         given_id: The client's own identifier of the last request that `publish_whole` decided on.
         max_writing: Slots that one connection may hold in WRITING.
         asking: The requests whose claims a device has not answered.
+        deadlines: What is waited for no longer than it may be.
     """
 
     def __init__(
@@ -76,22 +77,18 @@ class Ingress:
         self.stats = stats
         self.egress = Egress(stats)
         self.asking = Asking(self)
+        self.deadlines = Deadlines(self, body_timeout)
         self.table: SlotTable | None = None
         self.why_unavailable = "no runtime is attached"
         self.draining = False
         self.queue_us = 0
         self.given_id = b""
-        self.body_timeout = body_timeout
         self._configured_max_writing = max_writing
         self.max_writing = 0
         self.is_alone = True
         self._null = False
         self._exchanges: list[Exchange] = []
         self._next_id = secrets.randbits(63) or 1
-        self._overdue_at: float | None = None  # no deadline passes before
-        self._waiting: dict[Waiting, float] = {}
-        self._sweep_at: float | None = None
-        self._sweep_every = body_timeout / _SWEEPS
         self._latency = stats.latency
 
     # As `Routes`.
@@ -120,8 +117,8 @@ class Ingress:
         self.egress.is_broken = False
         self._null = null
         self.max_writing = self._configured_max_writing or (table.region.slots + 1) // 2
-        self._overdue_at = None
         self._exchanges = [Exchange(slot, self) for slot in range(table.region.slots)]
+        self.deadlines.attach(self._exchanges)
 
     def detach(self, why: str) -> None:
         """The runtime is gone: what it held ends, refused before its 200 and reset after it.
@@ -135,7 +132,7 @@ class Ingress:
             self.egress.look()
         self.end_all(refusals.lost(), ResetCode.RUNTIME_LOST)
         self.table = self.egress.table = None
-        self._exchanges = []
+        self._exchanges = self.deadlines.exchanges = []
 
     def end_all(self, refusal: Refusal, code: ResetCode) -> None:
         """End everything in flight: a refusal where no 200 has gone, a reset where one has."""
@@ -283,25 +280,6 @@ class Ingress:
         """Tokens that a prompt may have; 0 without a runtime."""
         return self.table.region.context if self.table is not None else 0
 
-    def expect_body(self, exchange: Exchange) -> None:
-        """The body did not come with the header: it has until the time-out, or the deadline."""
-        exchange.body_due = exchange.started + self.body_timeout
-        if exchange.deadline_ms:
-            self._set_deadline(exchange)
-        if self._sweep_at is None:
-            self._sweep_at = exchange.started + self._sweep_every
-
-    def expect_header(self, waiting: Waiting) -> None:
-        """A stream began without a whole header; `waiting.expire()` is called after too long."""
-        now = self.stats.now
-        self._waiting[waiting] = now + self.body_timeout
-        if self._sweep_at is None:
-            self._sweep_at = now + self._sweep_every
-
-    def expect_no_header(self, waiting: Waiting) -> None:
-        """The header is whole, or its stream is over."""
-        self._waiting.pop(waiting, None)
-
     def write(self, exchange: Exchange, data: bytes, offset: int, length: int) -> Refusal | None:
         """Write `length` bytes of the body; a refusal means that the slot is free again."""
         assert self.table is not None
@@ -344,7 +322,7 @@ class Ingress:
         self.table.watch(exchange)
         self.egress.unanswered.append(exchange)
         if exchange.deadline_ms:
-            self._set_deadline(exchange)
+            self.deadlines.set(exchange)
 
     def publish_whole(
         self, front: Front, connection: Peer, stream_id: int, data: Any, at: int, size: int,
@@ -472,68 +450,14 @@ class Ingress:
 
     def next_deadline(self) -> float | None:
         """Return when `on_deadline` is due (monotonic seconds)."""
-        due = self._overdue_at
+        due = self.deadlines.next_due()
         for other in (self.egress.next_due(), self.asking.next_due()):
             if other is not None and (due is None or other < due):
                 due = other
-        if self._sweep_at is not None and (due is None or self._sweep_at < due):
-            return self._sweep_at
         return due
 
     def on_deadline(self, now: float) -> None:
         """End what is due: bodies and headers that did not come, answers whose deadline passed,
         the wait for a device."""
         self.asking.on_deadline(now)
-        if self._overdue_at is not None and self._overdue_at <= now:
-            self._end_overdue(now)
-        if self._sweep_at is not None and self._sweep_at <= now:
-            self._sweep(now)
-
-    def _set_deadline(self, exchange: Exchange) -> None:
-        """Count the deadline from the arrival: the header was in the kernel for `queue_ns`."""
-        arrived = exchange.started - max(0, exchange.queue_ns) / 1e9
-        due = exchange.deadline_at = arrived + exchange.deadline_ms / 1000
-        if self._overdue_at is None or due < self._overdue_at:
-            self._overdue_at = due
-
-    def _end_overdue(self, now: float) -> None:
-        """End what is overdue, and find what is due next.
-
-        Looks at every slot rather than at a queue of deadlines, which would keep those of requests
-        that ended long before.
-        """
-        next_due = math.inf
-        for exchange in self._exchanges:
-            if not exchange.live:
-                continue
-            if exchange.deadline_at <= now:
-                exchange.deadline_at = math.inf
-                self._expire(exchange)
-            elif exchange.deadline_at < next_due:
-                next_due = exchange.deadline_at
-        self._overdue_at = next_due if next_due < math.inf else None
-
-    def _sweep(self, now: float) -> None:
-        """Look through all that is being written.
-
-        Nearly every body comes in time, so none costs an entry in a queue of deadlines; while there
-        are any, all are looked at so often that none waits much longer than it may.
-        """
-        for waiting in [waiting for waiting, due in self._waiting.items() if due <= now]:
-            waiting.expire()
-        left = bool(self._waiting)
-        for exchange in self._exchanges:
-            if exchange.writing:
-                if exchange.body_due <= now:
-                    self._expire(exchange)
-                else:
-                    left = True
-        self._sweep_at = now + self._sweep_every if left else None
-
-    def _expire(self, exchange: Exchange) -> None:
-        if exchange.writing:
-            assert self.table is not None
-            whole, _ = self.table.written(exchange.slot)
-            exchange.refuse(self.give_up(exchange, refusals.late(whole, exchange.n_tokens)))
-        else:
-            self.egress.expire(exchange)
+        self.deadlines.on_deadline(now)

@@ -379,7 +379,7 @@ class Pair:
 
     def check_at_rest(self) -> None:
         """Hold the daemon to keeping nothing of all that was."""
-        self.run_for(2.0 + self.ingress.body_timeout / 10)
+        self.run_for(2.0 + self.ingress.deadlines.body_timeout / 10)
         assert self.held() == []
         assert self.stats.in_flight == 0
         assert self.server.writing == 0

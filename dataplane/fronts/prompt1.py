@@ -93,10 +93,10 @@ class Prompt1:
             if waiting is None:
                 waiting = _Header(self, connection, stream_id, data)
                 connection.streams[stream_id] = waiting
-                self._home.expect_header(waiting)
+                self._home.deadlines.expect_header(waiting)
             return
         if waiting is not None:
-            self._home.expect_no_header(waiting)
+            self._home.deadlines.expect_no_header(waiting)
         if isinstance(request, Refusal):
             self.refuse_stream(connection, stream_id, 0, request, fin)
             return
@@ -116,7 +116,7 @@ class Prompt1:
             return
         connection.streams[stream_id] = exchange
         if not fin:
-            ingress.expect_body(exchange)
+            ingress.deadlines.expect_body(exchange)
         self._body(exchange, data, request.header_bytes, fin, at_ns)
 
     @staticmethod
@@ -139,13 +139,13 @@ class Prompt1:
             return
         connection.streams[stream_id] = outcome
         if not asked.is_whole:
-            ingress.expect_body(outcome)
+            ingress.deadlines.expect_body(outcome)
         self._body(outcome, bytes(asked.body), 0, asked.is_whole, asked.whole_ns)
 
     def drop_header(self, state: _Header) -> None:
         """Forget a header that is not waited for any more."""
         state.connection.streams.pop(state.stream_id, None)
-        self._home.expect_no_header(state)
+        self._home.deadlines.expect_no_header(state)
 
     def _body(self, exchange: Exchange, data: bytes, offset: int, fin: bool, at_ns: int) -> None:
         length = len(data) - offset
@@ -210,7 +210,7 @@ class Prompt1:
     def _leave(self, state: Any) -> None:
         """Give back what a stream holds or waits for."""
         if state.__class__ is _Header:
-            self._home.expect_no_header(state)
+            self._home.deadlines.expect_no_header(state)
         elif state.__class__ is Asked:
             state.ingress.asking.forget(state)
         elif state.live:

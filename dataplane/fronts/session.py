@@ -172,14 +172,14 @@ class Session:
         if self.http3.awaits_header(stream_id):
             if stream_id not in self.headers and not self.connection.gone:
                 waiting = self.headers[stream_id] = _Header(self, stream_id)
-                self.front.routes.home.expect_header(waiting)
+                self.front.routes.home.deadlines.expect_header(waiting)
         else:
             self._drop_header(stream_id)
 
     def _drop_header(self, stream_id: int) -> None:
         waiting = self.headers.pop(stream_id, None)
         if waiting is not None:
-            self.front.routes.home.expect_no_header(waiting)
+            self.front.routes.home.deadlines.expect_no_header(waiting)
 
     def forget_headers(self) -> None:
         """The connection is over."""
@@ -363,7 +363,7 @@ class Session:
             exchange.extra = self._reply(ingress, form, request_id)
             self.connection.streams[stream_id] = exchange
         if not self.fin:
-            ingress.expect_body(exchange)
+            ingress.deadlines.expect_body(exchange)
 
     def decided(self, asked: Asked, outcome: Exchange | Refusal) -> None:
         """The device answered a claim: go on as if what came since had come now."""
@@ -392,8 +392,9 @@ class Session:
             return
         model = self.front.model_of(ingress)
         if body.token_ids is None and model.tokenizer and len(state.data) > _INLINE_TEXT:
-            ingress.expect_body(exchange)  # The deadline holds also if the body came at once,
-            exchange.body_due = math.inf  # and the body's time-out not any more.
+            # The deadline holds also if the body came at once, the body's time-out not any more.
+            ingress.deadlines.expect_body(exchange)
+            exchange.body_due = math.inf
             texts.start(self, state, body, model)
             return
         ids = model.encode(body, ingress.context)
