@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from dataplane.errors import Refusal, ResetCode, Status
 from dataplane.exchange import Asked, Exchange
 from dataplane.fronts.parameters import Body, pack_ids
-from dataplane.fronts.session import Session, exchange_of
+from dataplane.fronts.session import Session
+from dataplane.fronts.stream_states import exchange_of
 from dataplane.http3 import data_frame_header
 from dataplane.http3_fields import Code
 from dataplane.ingress import Ingress, Routes

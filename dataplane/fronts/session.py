@@ -12,7 +12,7 @@ its slot, feeds its body there and publishes it. Answers to published requests a
 """
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dataplane.errors import Refusal, Status
 from dataplane.exchange import Asked, Exchange
@@ -29,6 +29,7 @@ from dataplane.fronts.parameters import (
     read_json,
     split_media_type,
 )
+from dataplane.fronts.stream_states import Gathering, Wanted, exchange_of, is_whole
 from dataplane.http3 import Http3, data_frame_header
 from dataplane.http3_fields import Code, Data, Fields, Pair
 from dataplane.http_names import BINARY, EVENTS, GENERATE, JSON
@@ -55,50 +56,6 @@ class _Header:
 
     def expire(self) -> None:
         self.session.expire_header(self.stream_id)
-
-
-class _Wanted(NamedTuple):
-    """What the header of a `/v1/generate` asked for, which a claim is made for."""
-
-    kind: bytes
-    request_id: bytes  # the client's own, or none
-    accept: bytes | None
-    length: int
-
-
-class Gathering:
-    """A JSON request under way: it holds a slot, and its body is not whole."""
-
-    __slots__ = ("accept", "data", "exchange", "length", "request", "request_id")
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        request: Request,
-        request_id: bytes,
-        accept: bytes | None,
-        length: int,
-    ) -> None:
-        self.exchange = exchange
-        self.request = request
-        self.request_id = request_id
-        self.accept = accept
-        self.length = length
-        self.data = bytearray()
-
-
-def exchange_of(state: Any) -> Exchange:
-    """Return the exchange of a stream's state."""
-    exchange: Exchange = state.exchange if state.__class__ is Gathering else state
-    return exchange
-
-
-def _is_whole(state: Any) -> bool:
-    """Whether the end of a stream's request came."""
-    if state.__class__ is Asked:
-        whole: bool = state.is_whole
-        return whole
-    return exchange_of(state).complete_ns != 0
 
 
 class Session:
@@ -303,7 +260,7 @@ class Session:
         state = self.connection.streams.pop(stream_id, None)
         if state is not None:
             self.front.leave(state)
-            if _is_whole(state):
+            if is_whole(state):
                 return True
         if self.http3.discard(stream_id):
             self.connection.stop(stream_id, _NO_ERROR)
@@ -341,7 +298,7 @@ class Session:
         if isinstance(exchange, Refusal):
             queue_us = 0 if too_large else ingress.queue_us
             return self.refuse_new(stream_id, exchange, request_id, queue_us, ingress)
-        header = _Wanted(kind, request_id, fields.get(b"accept"), length)
+        header = Wanted(kind, request_id, fields.get(b"accept"), length)
         if isinstance(exchange, Asked):
             exchange.extra = header
             connection.streams[stream_id] = exchange
@@ -349,7 +306,7 @@ class Session:
             self._admitted(exchange, request, header)
         return True
 
-    def _admitted(self, exchange: Exchange, request: Request, header: _Wanted) -> None:
+    def _admitted(self, exchange: Exchange, request: Request, header: Wanted) -> None:
         """A request holds a slot: its body is waited for."""
         kind, request_id, accept, length = header
         ingress, stream_id = exchange.ingress, exchange.stream_id

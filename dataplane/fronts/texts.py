@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 
 from dataplane.errors import Refusal, Status
 from dataplane.fronts.parameters import Body
+from dataplane.fronts.stream_states import Gathering
 
 if TYPE_CHECKING:
     from dataplane.fronts.generate import TextModel
-    from dataplane.fronts.session import Gathering, Session
+    from dataplane.fronts.session import Session
 
 _log = logging.getLogger("dataplane.texts")
 
 
-def start(session: "Session", state: "Gathering", body: Body, model: "TextModel") -> None:
+def start(session: "Session", state: Gathering, body: Body, model: "TextModel") -> None:
     """Tokenise; `session.tokenised` is called with the ids, on the loop."""
     front, connection = session.front, session.connection
 
