@@ -1,4 +1,5 @@
-"""Fixtures that several test files share: daemons as processes of their own, on either engine.
+"""Fixtures that several test files share: daemons as processes of their own, on either engine, and
+what a machine may lack.
 
 Daemons run on the packet pump. The tests that are marked `both_engines` run on the reference too,
 aioquic alone, and `--engine=aioquic` runs all that start daemons on it (`make test-reference`), but
@@ -7,14 +8,19 @@ what is marked `pump_only`.
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import gpu_programs
 import pytest
 from daemon_process import ENGINES, Chosen, DaemonProcess, daemon_process
+from host_gpu import Library
 
+from dataplane import model
 from dataplane.client import connect
 from dataplane.load import Load
+from dataplane.model import ModelError, ModelFiles
 
 StartDaemon = Callable[..., DaemonProcess]
 
@@ -80,6 +86,23 @@ def bare_daemon(
     directory = tmp_path_factory.mktemp("daemon")
     with daemon_process(directory, "--runtime=none", "--idle-timeout=20") as daemon:
         yield daemon
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The kernels, and a driver for them, on host threads."""
+    if shutil.which(gpu_programs.cxx()) is None:
+        pytest.skip("no C++ compiler here")
+    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
+
+
+@pytest.fixture(scope="module")
+def files() -> ModelFiles:
+    """The small real model's."""
+    try:
+        return model.locate()
+    except ModelError as error:
+        pytest.skip(f"no model: {error}")
 
 
 @pytest.fixture(params=["pump", "aioquic"])

@@ -32,11 +32,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
-
-
 # One that cannot start.
 
 

@@ -1,7 +1,6 @@
 """An engine of the host's on the `device` table: what `Runtime` promises, promised by
 `dataplane.runtime.cuda_engine`, on the kernel as it is, on host threads."""
 
-import shutil
 import sys
 import threading
 import time
@@ -9,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gpu_programs
 import pytest
 from daemon_process import wait_until
 from host_gpu import Library
@@ -21,13 +19,6 @@ from dataplane.prompt1 import Request
 from dataplane.runtime import Finish, cuda, cuda_engine
 
 FREE, WRITING, READY, RUNNING, CANCELLING, DONE = range(6)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    if shutil.which(gpu_programs.cxx()) is None:
-        pytest.skip("no C++ compiler here")
-    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
 
 
 @pytest.fixture

@@ -3,13 +3,11 @@ bundled engine's loop, which has to answer there as it does on the `host` table.
 
 import asyncio
 import contextlib
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_programs
 import pytest
 from conftest import StartDaemon
 from daemon_process import DaemonProcess, run, wait_until
@@ -24,13 +22,6 @@ SLOTS, MAX_OUTPUT, VOCABULARY = 3, 40, 50_000
 STOP_ID = 7
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    if shutil.which(gpu_programs.cxx()) is None:
-        pytest.skip("no C++ compiler here")
-    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
 
 
 @pytest.fixture

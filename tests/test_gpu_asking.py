@@ -82,11 +82,6 @@ class Asking:
         return [self.device.word(slot)[0] for slot in range(SLOTS)]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
-
-
 @pytest.fixture
 def asking(library: Library) -> Iterator[Asking]:
     with open_region(listeners=2, slots=SLOTS, table="device") as region:

@@ -1,14 +1,12 @@
 """`make test-gpu` without a GPU: waived, never passed; and its checks hold on host threads."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import gpu_checks
-import gpu_programs
 import pytest
 from host_gpu import HostGpu, Library
 
@@ -29,13 +27,6 @@ def test_without_a_gpu_every_check_is_waived_with_its_reason() -> None:
         assert len(line) > len(f"{name}: waived: ") + 20
     assert "passed" not in done.stdout
     assert time.monotonic() - start < 30
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    if shutil.which(gpu_programs.cxx()) is None:
-        pytest.skip("no C++ compiler here")
-    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
 
 
 @pytest.mark.parametrize("name", gpu_checks.CHECKS)

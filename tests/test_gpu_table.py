@@ -220,13 +220,6 @@ class Slot:
         return int(verb_of_table(self.number, generation))
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    if shutil.which(gpu_programs.cxx()) is None:
-        pytest.skip("no C++ compiler here")
-    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
-
-
 @pytest.fixture(params=["host", "device", "asking"])
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param

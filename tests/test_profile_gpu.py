@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import gpu_programs
 import pytest
 from host_gpu import HostGpu, Library
 
@@ -151,13 +150,6 @@ class TimedGpu(HostGpu):
 
     def more_kernels(self, image: Path, names: tuple[str, ...]) -> None:
         raise AssertionError("a profile is of the kernels that are there")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    if shutil.which(gpu_programs.cxx()) is None:
-        pytest.skip("no C++ compiler here")
-    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
 
 
 def without_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dataplane import model
-from dataplane.model import ModelError, ModelFiles
+from dataplane.model import ModelFiles
 from dataplane.runtime import DetachedError, Finish, Manifest, smollm2
 from dataplane.runtime.llama import CDEF, EngineError, LayoutMismatch, Library, LlamaBatcher
 from dataplane.runtime.smollm2 import Engine, warm_up
@@ -313,14 +313,6 @@ def test_an_engine_that_computes_something_else_is_never_ready(wrong: str) -> No
 
 
 # ---------------------------------------------------------------- the real model
-
-
-@pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    try:
-        return model.locate()
-    except ModelError as error:
-        pytest.skip(f"no model: {error}")
 
 
 @pytest.fixture(scope="module")

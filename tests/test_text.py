@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dataplane import model
-from dataplane.model import ModelError, ModelFiles
+from dataplane.model import ModelFiles
 from dataplane.runtime.llama import open_library
 from dataplane.text import TextError, Tokenizer, TokenizerError
 
@@ -19,14 +19,6 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 CHATML = (
     "{% for message in messages %}<s>{{ message.role }}:{{ message.content }}</s>{% endfor %}<s>"
 )
-
-
-@pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    try:
-        return model.locate()
-    except ModelError as error:
-        pytest.skip(f"no model: {error}")
 
 
 @pytest.fixture(scope="module")

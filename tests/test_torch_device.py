@@ -2,13 +2,11 @@
 host threads."""
 
 import contextlib
-import shutil
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import gpu_programs
 import pytest
 from daemon_process import daemon_process, run, wait_until
 from host_gpu import HostGpu, Library
@@ -29,13 +27,6 @@ from test_torch_model import _ask, _batcher
 from dataplane.runtime import smollm2_torch
 
 DONE = 5
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    if shutil.which(gpu_programs.cxx()) is None:
-        pytest.skip("no C++ compiler here")
-    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
 
 
 def test_a_small_network_answers_as_it_does_elsewhere(library: Library) -> None:

@@ -522,14 +522,6 @@ def test_serving_allocates_nothing_that_stays() -> None:
 
 
 @pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    try:
-        return model.locate()
-    except ModelError as error:
-        pytest.skip(f"no model: {error}")
-
-
-@pytest.fixture(scope="module")
 def real(files: ModelFiles) -> TorchBatcher:
     torch.set_num_threads(1)
     batcher = smollm2_torch.load(files.gguf, 4, 256, CPU)
