@@ -1,147 +1,25 @@
 """The bundled engine: its turns against a double, and the real model behind the same loop."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from engine_bench import FRANCE, PARIS, Attachment, Batcher, Bench, Request
 
 from dataplane import model
 from dataplane.model import ModelFiles
 from dataplane.runtime import DetachedError, Finish, Manifest, smollm2
 from dataplane.runtime.llama import CDEF, EngineError, LayoutMismatch, Library, LlamaBatcher
-from dataplane.runtime.smollm2 import Engine, warm_up
+from dataplane.runtime.smollm2 import warm_up
 from dataplane.text import Tokenizer
-
-FRANCE = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
-PARIS = [504, 3575, 282, 4649, 314, 7042, 30]
-
-
-# ---------------------------------------------------------------- doubles
-
-
-class _Request:
-    """A taken request whose prompt lies in an array of its own."""
-
-    def __init__(self, slot: int, prompt: Sequence[int], max_output: int = 8, **rest: Any) -> None:
-        self.slot = slot
-        self.tokens = np.array(prompt, np.int32)
-        self.address = int(self.tokens.ctypes.data)
-        self.max_output = max_output
-        self.temperature = float(rest.get("temperature", 0.0))
-        self.top_p = float(rest.get("top_p", 0.0))
-        self.top_k = int(rest.get("top_k", 0))
-        self.seed = int(rest.get("seed", 0))
-        self.out: list[int] = []
-        self.reason: Finish | None = None
-        self.is_cancelled = False
-        self.is_over = False
-
-    @property
-    def cancelled(self) -> bool:
-        return self.is_cancelled
-
-    def emit(self, ids: Sequence[int]) -> bool:
-        if self.is_over:
-            return False
-        assert self.reason is None, "an id after finish"
-        self.out += ids
-        assert len(self.out) <= self.max_output
-        return True
-
-    def finish(self, reason: Finish) -> bool:
-        assert self.reason is None, "finished twice"
-        self.reason = reason
-        return True
-
-
-class _Attachment:
-    """Gives out what is put into `waiting`, and counts."""
-
-    def __init__(self, *waiting: _Request) -> None:
-        self.waiting = list(waiting)
-        self.timeouts: list[float] = []
-        self.steps = 0
-
-    def take(self, timeout: float) -> list[_Request]:
-        self.timeouts.append(timeout)
-        taken, self.waiting = self.waiting, []
-        return taken
-
-    def step(self) -> None:
-        self.steps += 1
-
-
-class _Batcher:
-    """Notes every call; a slot's answer is 100, 101, ... unless told otherwise."""
-
-    def __init__(self, slots: int = 4, chunk: int = 32) -> None:
-        self.slots, self.chunk = slots, chunk
-        self.log: list[tuple[Any, ...]] = []
-        self.next = [100] * slots
-        self.fails: set[int] = set()
-        self.order: list[int] = []  # the sequence at each index of the batch that ran last
-
-    def begin(self, seq: int, *how: float) -> None:
-        self.log.append(("begin", seq, *how))
-        self.next[seq] = 100
-
-    def prefill_chunk(self, seq: int, token_address: int, start: int, n: int, last: bool) -> int:
-        self.log.append(("chunk", seq, token_address, start, n, last))
-        self.order = [seq] * n
-        return -1 if seq in self.fails else 0
-
-    def decode(self, seqs: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> int:
-        self.log.append(("decode", list(seqs), list(tokens), list(positions)))
-        self.order = list(seqs)
-        return -1 if self.fails.intersection(seqs) else 0
-
-    def sample(self, seq: int, index: int) -> int:
-        assert self.order[index] == seq, "logits of another sequence"
-        self.next[seq] += 1
-        return self.next[seq] - 1
-
-    def rewind(self, seq: int, position: int) -> None:
-        self.log.append(("rewind", seq, position))
-
-    def forget(self, seq: int) -> None:
-        self.log.append(("forget", seq))
-
-    def complaint(self) -> str:
-        return "the double's reason"
-
-    def called(self, verb: str) -> list[tuple[Any, ...]]:
-        return [call[1:] for call in self.log if call[0] == verb]
-
-
-class _Bench:
-    """An engine on doubles, or on a real batcher."""
-
-    def __init__(self, *requests: _Request, batcher: Any = None, stop_ids: Any = (2,)) -> None:
-        self.attachment = _Attachment(*requests)
-        self.batcher = batcher or _Batcher()
-        self.said: list[str] = []
-        self.engine = Engine(self.attachment, self.batcher, stop_ids, self.said.append)
-
-    def turns(self, count: int) -> None:
-        for _ in range(count):
-            self.engine.turn()
-
-    def until_done(self, *requests: _Request) -> None:
-        for _ in range(1000):
-            if all(request.reason is not None for request in requests):
-                return
-            self.engine.turn()
-        raise AssertionError("a request never ends")
-
 
 # ---------------------------------------------------------------- the loop
 
 
 def test_a_prompt_runs_in_chunks_where_it_lies() -> None:
-    request = _Request(3, range(70), temperature=0.5, top_p=0.9, top_k=7, seed=11)
-    bench = _Bench(request)
+    request = Request(3, range(70), temperature=0.5, top_p=0.9, top_k=7, seed=11)
+    bench = Bench(request)
     bench.turns(3)
     at = request.address
     assert bench.batcher.called("begin") == [(3, 0.5, 0.9, 7, 11)]
@@ -156,10 +34,10 @@ def test_a_prompt_runs_in_chunks_where_it_lies() -> None:
 
 
 def test_prompts_take_turns_and_answers_never_wait_for_more_than_one_chunk() -> None:
-    answering = _Request(0, [5], max_output=8)
-    bench = _Bench(answering)
+    answering = Request(0, [5], max_output=8)
+    bench = Bench(answering)
     bench.turns(1)
-    bench.attachment.waiting = [_Request(1, range(96)), _Request(2, range(64))]
+    bench.attachment.waiting = [Request(1, range(96)), Request(2, range(64))]
     bench.turns(5)
     kinds = [call[:2] for call in bench.batcher.log if call[0] in ("chunk", "decode")]
     assert kinds == [
@@ -174,9 +52,9 @@ def test_prompts_take_turns_and_answers_never_wait_for_more_than_one_chunk() -> 
 
 
 def test_an_idle_engine_waits_less_than_a_heartbeat_and_a_busy_one_not_at_all() -> None:
-    bench = _Bench()
+    bench = Bench()
     bench.turns(2)
-    bench.attachment.waiting = [_Request(0, [5], max_output=3)]
+    bench.attachment.waiting = [Request(0, [5], max_output=3)]
     bench.turns(3)
     assert [timeout > 0 for timeout in bench.attachment.timeouts] == [True, True, True, False, True]
     assert max(bench.attachment.timeouts) < 0.5
@@ -185,29 +63,29 @@ def test_an_idle_engine_waits_less_than_a_heartbeat_and_a_busy_one_not_at_all() 
 
 
 def test_a_stop_id_is_neither_emitted_nor_counted() -> None:
-    request = _Request(1, [5], max_output=2)
-    bench = _Bench(request, stop_ids=[102])
+    request = Request(1, [5], max_output=2)
+    bench = Bench(request, stop_ids=[102])
     bench.until_done(request)
     assert request.out == [100, 101]
     # The answer was full when the stop id would have come: the length ended it.
     assert request.reason == Finish.LENGTH
-    request = _Request(1, [5], max_output=3)
-    bench = _Bench(request, stop_ids=[102])
+    request = Request(1, [5], max_output=3)
+    bench = Bench(request, stop_ids=[102])
     bench.until_done(request)
     assert (request.out, request.reason) == ([100, 101], Finish.STOP)
     assert bench.batcher.log[-1] == ("forget", 1)
 
 
 def test_a_stop_id_may_come_first() -> None:
-    request = _Request(0, range(40))
-    bench = _Bench(request, stop_ids=[100])
+    request = Request(0, range(40))
+    bench = Bench(request, stop_ids=[100])
     bench.until_done(request)
     assert (request.out, request.reason) == ([], Finish.STOP)
 
 
 def test_cancelling_ends_a_prompt_between_its_chunks() -> None:
-    gone, other = _Request(0, range(320)), _Request(1, [5], max_output=3)
-    bench = _Bench(gone, other)
+    gone, other = Request(0, range(320)), Request(1, [5], max_output=3)
+    bench = Bench(gone, other)
     bench.turns(1)
     gone.is_cancelled = True
     bench.until_done(other)
@@ -222,11 +100,11 @@ def test_cancelling_ends_a_prompt_between_its_chunks() -> None:
 
 
 def test_cancelling_ends_an_answer_and_its_slot_can_be_taken_again() -> None:
-    first = _Request(0, [5], max_output=500)
-    bench = _Bench(first)
+    first = Request(0, [5], max_output=500)
+    bench = Bench(first)
     bench.turns(3)
     first.is_cancelled = True
-    second = _Request(0, [6], max_output=2)
+    second = Request(0, [6], max_output=2)
     bench.attachment.waiting = [second]
     bench.turns(1)
     assert first.reason is not None
@@ -235,8 +113,8 @@ def test_cancelling_ends_an_answer_and_its_slot_can_be_taken_again() -> None:
 
 
 def test_a_request_that_is_over_is_dropped() -> None:
-    request = _Request(0, [5], max_output=500)
-    bench = _Bench(request)
+    request = Request(0, [5], max_output=500)
+    bench = Bench(request)
     bench.turns(2)
     request.is_over = True
     bench.turns(1)
@@ -245,8 +123,8 @@ def test_a_request_that_is_over_is_dropped() -> None:
 
 
 def test_a_prompt_that_fails_ends_alone() -> None:
-    bad, good = _Request(0, range(40)), _Request(1, range(40), max_output=2)
-    bench = _Bench(bad, good)
+    bad, good = Request(0, range(40)), Request(1, range(40), max_output=2)
+    bench = Bench(bad, good)
     bench.batcher.fails = {0}
     bench.until_done(bad, good)
     assert (bad.reason, bad.out) == (Finish.ERROR, [])
@@ -256,8 +134,8 @@ def test_a_prompt_that_fails_ends_alone() -> None:
 
 
 def test_a_step_that_fails_ends_only_the_slot_that_fails_alone() -> None:
-    requests = [_Request(slot, [5], max_output=6) for slot in range(3)]
-    bench = _Bench(*requests)
+    requests = [Request(slot, [5], max_output=6) for slot in range(3)]
+    bench = Bench(*requests)
     bench.turns(3)
     bench.batcher.fails = {1}
     bench.until_done(*requests)
@@ -274,29 +152,29 @@ def test_a_step_that_fails_ends_only_the_slot_that_fails_alone() -> None:
 def test_a_request_that_breaks_the_contract_ends_with_an_error(
     prompt: list[int], max_output: int
 ) -> None:
-    request = _Request(0, prompt, max_output=max_output)
-    bench = _Bench(request)
+    request = Request(0, prompt, max_output=max_output)
+    bench = Bench(request)
     bench.turns(2)
     assert request.reason == Finish.ERROR
     assert bench.batcher.log == []
 
 
 def test_a_detached_engine_stops() -> None:
-    class Gone(_Attachment):
-        def take(self, timeout: float) -> list[_Request]:
+    class Gone(Attachment):
+        def take(self, timeout: float) -> list[Request]:
             if self.steps == 3:
                 raise DetachedError("gone")
             return super().take(timeout)
 
     attachment = Gone()
     with pytest.raises(DetachedError):
-        smollm2.run(attachment, _Batcher(), [2], lambda _: None)
+        smollm2.run(attachment, Batcher(), [2], lambda _: None)
     assert attachment.steps == 3
 
 
 @pytest.mark.parametrize("wrong", ["first prompt", "next id", "first step"])
 def test_an_engine_that_computes_something_else_is_never_ready(wrong: str) -> None:
-    class Wrong(_Batcher):
+    class Wrong(Batcher):
         def prefill_chunk(self, *call: Any) -> int:
             super().prefill_chunk(*call)
             return -1 if wrong == "first prompt" else 0
@@ -323,8 +201,8 @@ def batcher(files: ModelFiles) -> Iterator[LlamaBatcher]:
 
 
 def _answer(batcher: LlamaBatcher, slot: int = 0, count: int = 12, **how: Any) -> list[int]:
-    request = _Request(slot, FRANCE, max_output=count, **how)
-    _Bench(request, batcher=batcher, stop_ids=model.STOP_IDS).until_done(request)
+    request = Request(slot, FRANCE, max_output=count, **how)
+    Bench(request, batcher=batcher, stop_ids=model.STOP_IDS).until_done(request)
     return request.out
 
 
@@ -332,8 +210,8 @@ def _answer(batcher: LlamaBatcher, slot: int = 0, count: int = 12, **how: Any) -
 def test_the_capital_of_france(batcher: LlamaBatcher, files: ModelFiles, tmp_path: Path) -> None:
     tokeniser = Tokenizer(model.tokenizer_json(files.gguf, tmp_path).read_bytes())
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    request = _Request(2, tokeniser.encode_chat(chat, model.CHAT_TEMPLATE), max_output=50)
-    _Bench(request, batcher=batcher).until_done(request)
+    request = Request(2, tokeniser.encode_chat(chat, model.CHAT_TEMPLATE), max_output=50)
+    Bench(request, batcher=batcher).until_done(request)
     assert tokeniser.decode(request.out) == "The capital of France is Paris."
     assert request.reason == Finish.STOP
 
@@ -341,8 +219,8 @@ def test_the_capital_of_france(batcher: LlamaBatcher, files: ModelFiles, tmp_pat
 @pytest.mark.model
 def test_slots_answer_side_by_side(batcher: LlamaBatcher) -> None:
     assert batcher.vocab_size == 49152
-    requests = [_Request(slot, FRANCE, max_output=5 + slot) for slot in range(4)]
-    _Bench(*requests, batcher=batcher).until_done(*requests)
+    requests = [Request(slot, FRANCE, max_output=5 + slot) for slot in range(4)]
+    Bench(*requests, batcher=batcher).until_done(*requests)
     for request in requests:
         assert request.out == PARIS[: request.max_output]
         expected = Finish.LENGTH if request.max_output <= len(PARIS) else Finish.STOP
@@ -352,14 +230,14 @@ def test_slots_answer_side_by_side(batcher: LlamaBatcher) -> None:
 @pytest.mark.model
 def test_a_prompt_in_several_chunks_is_one_prompt(batcher: LlamaBatcher) -> None:
     padding = [1, 4093, 198, 12411, 2, 198] * 10  # chats without an answer, to fill some chunks
-    request = _Request(1, padding + FRANCE, max_output=20)
+    request = Request(1, padding + FRANCE, max_output=20)
     small_chunks, batcher.chunk = batcher.chunk, 7
     try:
-        _Bench(request, batcher=batcher).until_done(request)
+        Bench(request, batcher=batcher).until_done(request)
     finally:
         batcher.chunk = small_chunks
-    again = _Request(3, padding + FRANCE, max_output=20)
-    _Bench(again, batcher=batcher).until_done(again)
+    again = Request(3, padding + FRANCE, max_output=20)
+    Bench(again, batcher=batcher).until_done(again)
     assert request.out[:4] == again.out[:4]
     assert request.out
 
@@ -380,8 +258,8 @@ def test_the_batch_points_at_the_prompt_itself(
             return inner.llama_decode(context, batch)
 
     monkeypatch.setattr(batcher, "_lib", Spy())
-    request = _Request(0, FRANCE * 3, max_output=1)
-    _Bench(request, batcher=batcher).until_done(request)
+    request = Request(0, FRANCE * 3, max_output=1)
+    Bench(request, batcher=batcher).until_done(request)
     assert seen == [request.address, request.address + 32 * 4]
 
 
@@ -411,9 +289,9 @@ def test_sampling(batcher: LlamaBatcher, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.model
 def test_a_bad_id_ends_its_own_request(batcher: LlamaBatcher) -> None:
-    bad = _Request(0, [*FRANCE, 49152], max_output=12)
-    good = _Request(1, FRANCE, max_output=12)
-    bench = _Bench(bad, good, batcher=batcher)
+    bad = Request(0, [*FRANCE, 49152], max_output=12)
+    good = Request(1, FRANCE, max_output=12)
+    bench = Bench(bad, good, batcher=batcher)
     bench.until_done(bad, good)
     assert (bad.reason, bad.out) == (Finish.ERROR, [])
     assert (good.reason, good.out) == (Finish.STOP, PARIS)
@@ -424,8 +302,8 @@ def test_a_bad_id_ends_its_own_request(batcher: LlamaBatcher) -> None:
 
 @pytest.mark.model
 def test_a_step_with_a_bad_id_ends_its_own_request(batcher: LlamaBatcher) -> None:
-    bad, good = (_Request(slot, FRANCE, max_output=12) for slot in (0, 1))
-    bench = _Bench(bad, good, batcher=batcher)
+    bad, good = (Request(slot, FRANCE, max_output=12) for slot in (0, 1))
+    bench = Bench(bad, good, batcher=batcher)
     bench.turns(3)
     (job,) = [job for job in bench.engine._decoding if job.slot == 0]
     job.token = -7
@@ -436,8 +314,8 @@ def test_a_step_with_a_bad_id_ends_its_own_request(batcher: LlamaBatcher) -> Non
 
 @pytest.mark.model
 def test_a_cancelled_sequence_leaves_nothing_behind(batcher: LlamaBatcher) -> None:
-    gone = _Request(2, FRANCE * 6, max_output=50)
-    bench = _Bench(gone, batcher=batcher)
+    gone = Request(2, FRANCE * 6, max_output=50)
+    bench = Bench(gone, batcher=batcher)
     bench.turns(2)
     gone.is_cancelled = True
     bench.turns(1)
@@ -525,11 +403,11 @@ def test_a_function_that_is_gone_is_refused_in_words(files: ModelFiles) -> None:
 def test_main_attaches_with_the_models_manifest(
     files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = _Request(1, FRANCE, max_output=12)
+    request = Request(1, FRANCE, max_output=12)
     attached: list[tuple[str, Manifest, Path]] = []
     events: list[str] = []
 
-    class Attached(_Attachment):
+    class Attached(Attachment):
         def __enter__(self) -> "Attached":
             return self
 
@@ -539,7 +417,7 @@ def test_main_attaches_with_the_models_manifest(
         def ready(self) -> None:
             events.append("ready")
 
-        def take(self, timeout: float) -> list[_Request]:
+        def take(self, timeout: float) -> list[Request]:
             if request.reason is not None:
                 raise DetachedError("the test is over")
             return super().take(timeout)

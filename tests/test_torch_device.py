@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from daemon_process import daemon_process, run, wait_until
+from engine_bench import PARIS, Bench, Request
 from host_gpu import HostGpu, Library
 from local_device import local_device
-from test_smollm2 import PARIS, _Bench, _Request
 
 from dataplane import model
 from dataplane.cli.main import main as cli
@@ -32,9 +32,9 @@ DONE = 5
 def test_a_small_network_answers_as_it_does_elsewhere(library: Library) -> None:
     prompts = [list(range(slot, slot + 19)) for slot in range(3)]
     hot: dict[str, Any] = {"temperature": 1.0, "seed": 3}
-    elsewhere = [_Request(slot, ids, max_output=9) for slot, ids in enumerate(prompts)]
-    elsewhere[2] = _Request(2, prompts[2], max_output=9, **hot)
-    _Bench(*elsewhere, batcher=_batcher(), stop_ids=()).until_done(*elsewhere)
+    elsewhere = [Request(slot, ids, max_output=9) for slot, ids in enumerate(prompts)]
+    elsewhere[2] = Request(2, prompts[2], max_output=9, **hot)
+    Bench(*elsewhere, batcher=_batcher(), stop_ids=()).until_done(*elsewhere)
     with local_device(library, slots=3) as on:
         asked = [on.ask(ids, 9, **(hot if ids is prompts[2] else {})) for ids in prompts]
         engine = smollm2_torch._Engine(on.runtime, _batcher(), (), print)
@@ -48,8 +48,8 @@ def test_a_small_network_answers_as_it_does_elsewhere(library: Library) -> None:
 
 def test_a_late_device_reads_no_prompt_of_the_slots_next_request(library: Library) -> None:
     first, second = list(range(20)), list(range(30, 49))
-    alone = _Request(0, second, max_output=4)
-    _Bench(alone, batcher=_batcher(), stop_ids=()).until_done(alone)
+    alone = Request(0, second, max_output=4)
+    Bench(alone, batcher=_batcher(), stop_ids=()).until_done(alone)
     with local_device(library, slots=1) as on:
         batcher = _batcher(stream=LateStream())
         reads = reads_of(batcher)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from daemon_process import DaemonProcess, daemon_process, run, wait_until
-from test_smollm2 import FRANCE, PARIS, _Bench, _Request
+from engine_bench import FRANCE, PARIS, Bench, Request
 
 from dataplane import model
 from dataplane.cli.main import main
@@ -437,8 +437,8 @@ def test_prompts_are_looked_at_where_they_lie(monkeypatch: pytest.MonkeyPatch) -
         embed(ids)
 
     monkeypatch.setattr(batcher.network, "embed", spy)
-    request = _Request(1, range(20), max_output=1)
-    _Bench(request, batcher=batcher).until_done(request)
+    request = Request(1, range(20), max_output=1)
+    Bench(request, batcher=batcher).until_done(request)
     assert seen == [request.address + 4 * start for start in (0, 8, 16)]
     view = on_host(request.address, 20)
     request.tokens[3] = 42
@@ -446,8 +446,8 @@ def test_prompts_are_looked_at_where_they_lie(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_answer_is_that_of_plain_arithmetic() -> None:
-    requests = [_Request(slot, range(slot, slot + 9), max_output=6) for slot in range(3)]
-    _Bench(*requests, batcher=_batcher(), stop_ids=()).until_done(*requests)
+    requests = [Request(slot, range(slot, slot + 9), max_output=6) for slot in range(3)]
+    Bench(*requests, batcher=_batcher(), stop_ids=()).until_done(*requests)
     for request in requests:
         ids = request.tokens.tolist()
         for token in request.out:
@@ -458,8 +458,8 @@ def test_an_answer_is_that_of_plain_arithmetic() -> None:
 
 
 def test_an_id_outside_the_vocabulary_ends_its_own_request() -> None:
-    bad, good = _Request(0, [3, 50], max_output=4), _Request(1, [3, 4], max_output=4)
-    bench = _Bench(bad, good, batcher=(batcher := _batcher()), stop_ids=())
+    bad, good = Request(0, [3, 50], max_output=4), Request(1, [3, 4], max_output=4)
+    bench = Bench(bad, good, batcher=(batcher := _batcher()), stop_ids=())
     bench.engine = smollm2_torch._Engine(bench.attachment, batcher, (), bench.said.append)
     bench.until_done(bad, good)
     assert (bad.reason, bad.out) == (Finish.ERROR, [])
@@ -471,8 +471,8 @@ def test_an_id_outside_the_vocabulary_ends_its_own_request() -> None:
 
 
 def test_a_request_may_fill_its_slot() -> None:
-    request = _Request(2, [7] * 30, max_output=10)
-    _Bench(request, batcher=_batcher(), stop_ids=()).until_done(request)
+    request = Request(2, [7] * 30, max_output=10)
+    Bench(request, batcher=_batcher(), stop_ids=()).until_done(request)
     assert (request.reason, len(request.out)) == (Finish.LENGTH, 10)
 
 
@@ -493,10 +493,10 @@ def _serve(batcher: TorchBatcher, count: int, prompt: list[int], stops: Any = ()
     left = count
     while left:
         requests = [
-            _Request(slot, prompt, 2, temperature=float(slot % 3 == 0), top_p=0.9, seed=5)
+            Request(slot, prompt, 2, temperature=float(slot % 3 == 0), top_p=0.9, seed=5)
             for slot in range(min(left, batcher.slots))
         ]
-        _Bench(*requests, batcher=batcher, stop_ids=stops).until_done(*requests)
+        Bench(*requests, batcher=batcher, stop_ids=stops).until_done(*requests)
         left -= len(requests)
 
 
@@ -530,15 +530,15 @@ def real(files: ModelFiles) -> TorchBatcher:
 
 
 def _answer(batcher: TorchBatcher, slot: int = 0, count: int = 12, **how: Any) -> list[int]:
-    request = _Request(slot, FRANCE, max_output=count, **how)
-    _Bench(request, batcher=batcher, stop_ids=model.STOP_IDS).until_done(request)
+    request = Request(slot, FRANCE, max_output=count, **how)
+    Bench(request, batcher=batcher, stop_ids=model.STOP_IDS).until_done(request)
     return request.out
 
 
 @pytest.mark.model
 def test_the_real_model_answers_side_by_side(real: TorchBatcher) -> None:
-    requests = [_Request(slot, FRANCE, max_output=5 + slot) for slot in range(4)]
-    _Bench(*requests, batcher=real).until_done(*requests)
+    requests = [Request(slot, FRANCE, max_output=5 + slot) for slot in range(4)]
+    Bench(*requests, batcher=real).until_done(*requests)
     for request in requests:
         assert request.out == PARIS[: request.max_output]
         expected = Finish.LENGTH if request.max_output <= len(PARIS) else Finish.STOP
@@ -833,9 +833,9 @@ def test_a_bundle_is_built_without_llama_cpp(
 
 def _three_answers(batcher: TorchBatcher, near: float) -> list[list[int]]:
     """Of two greedy requests, which have to be near the best at each id, and one that samples."""
-    requests = [_Request(slot, range(slot, slot + 19), max_output=9) for slot in range(3)]
+    requests = [Request(slot, range(slot, slot + 19), max_output=9) for slot in range(3)]
     requests[2].temperature, requests[2].seed = 1.0, 3
-    _Bench(*requests, batcher=batcher, stop_ids=()).until_done(*requests)
+    Bench(*requests, batcher=batcher, stop_ids=()).until_done(*requests)
     for request in requests[:2]:
         ids = request.tokens.tolist()
         for token in request.out:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from test_smollm2 import _Bench, _Request
+from engine_bench import Bench, Request
 
 from dataplane.runtime import Finish
 
@@ -25,7 +25,7 @@ CHUNK = 8
 ANOTHERS = 2**31 - 1
 
 
-class _Reused(_Request):
+class _Reused(Request):
     """A request whose slot is another's as soon as it ends: its prompt is overwritten."""
 
     def finish(self, reason: Finish) -> bool:
@@ -41,14 +41,14 @@ def _late(fixed: bool = False) -> TorchBatcher:
     return batcher
 
 
-def _bench(batcher: TorchBatcher, *requests: _Request) -> _Bench:
-    bench = _Bench(*requests, batcher=batcher, stop_ids=())
+def _bench(batcher: TorchBatcher, *requests: Request) -> Bench:
+    bench = Bench(*requests, batcher=batcher, stop_ids=())
     bench.engine = smollm2_torch._Engine(bench.attachment, batcher, (), bench.said.append)
     return bench
 
 
 def _answers(batcher: TorchBatcher, prompts: Sequence[list[int]], **how: Any) -> list[list[int]]:
-    requests = [_Request(slot, ids, max_output=6, **how) for slot, ids in enumerate(prompts)]
+    requests = [Request(slot, ids, max_output=6, **how) for slot, ids in enumerate(prompts)]
     _bench(batcher, *requests).until_done(*requests)
     return [request.out for request in requests]
 
@@ -128,9 +128,9 @@ def test_sampled_answers_are_the_same() -> None:
 def test_a_turn_with_an_answer_waits_once() -> None:
     """A step is launched behind a chunk without a wait between: the device does not stand idle."""
     batcher = _late()
-    bench = _bench(batcher, _Request(0, [5], max_output=10))
+    bench = _bench(batcher, Request(0, [5], max_output=10))
     bench.turns(1)
-    bench.attachment.waiting = [_Request(1, _prompt(24))]
+    bench.attachment.waiting = [Request(1, _prompt(24))]
     bench.turns(1)
     before = batcher._stream.waits
     bench.turns(1)
@@ -167,7 +167,7 @@ def test_a_prompt_is_read_before_its_slot_is_let_go(end: str) -> None:
 def test_ids_that_change_after_they_were_checked_disturb_nobody_else() -> None:
     """A rule broken by whoever writes prompts; on a GPU it would cost every request."""
     batcher = _late()
-    changing, other = _Request(0, _prompt(20)), _Request(1, _prompt(9, 4), max_output=6)
+    changing, other = Request(0, _prompt(20)), Request(1, _prompt(9, 4), max_output=6)
     bench = _bench(batcher, changing, other)
     bench.turns(1)
     changing.tokens[:4] = [ANOTHERS, -1, 50, -(2**31)]
