@@ -105,6 +105,17 @@ def files() -> ModelFiles:
         pytest.skip(f"no model: {error}")
 
 
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Have PyTorch compute in one thread."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=["pump", "aioquic"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Have clients and loads of this process run on each engine in turn; its name."""

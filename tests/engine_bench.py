@@ -1,4 +1,4 @@
-"""The bundled engine at work without a daemon: on doubles, or on a real batcher.
+"""The bundled engine at work: on doubles, on a real batcher, or behind a daemon.
 
 `FRANCE` asks the small model for the capital of France, and `PARIS` is its answer.
 """
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from daemon_process import DaemonProcess
 
+from dataplane.client import Answer, connect
 from dataplane.runtime import Finish
 from dataplane.runtime.smollm2 import Engine
 
@@ -128,3 +130,15 @@ class Bench:
                 return
             self.engine.turn()
         raise AssertionError("a request never ends")
+
+
+async def ask(daemon: DaemonProcess) -> list[list[int]]:
+    """Ask a daemon's model `FRANCE` twice at once, then again: its ids."""
+
+    async def ids(answer: Answer) -> list[int]:
+        return [token async for part in answer for token in part]
+
+    async with connect(daemon.address, daemon.ca) as client:
+        answers = [await client.submit(FRANCE, max_output=count) for count in (12, 3)]
+        first = [await ids(answer) for answer in answers]
+        return [*first, await ids(await client.submit(FRANCE, max_output=16))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from daemon_process import daemon_process, run, wait_until
-from engine_bench import PARIS, Bench, Request
+from engine_bench import PARIS, Bench, Request, ask
 from host_gpu import HostGpu, Library
 from local_device import local_device
 
@@ -22,7 +22,7 @@ pytest.importorskip("torch", reason="no PyTorch: pip install -e '.[torch]'")
 pytest.importorskip("gguf", reason="no gguf: pip install -e '.[torch]'")
 
 from late_stream import LateStream, reads_of
-from test_torch_model import _ask, _batcher
+from torch_bench import small_batcher
 
 from dataplane.runtime import smollm2_torch
 
@@ -34,10 +34,10 @@ def test_a_small_network_answers_as_it_does_elsewhere(library: Library) -> None:
     hot: dict[str, Any] = {"temperature": 1.0, "seed": 3}
     elsewhere = [Request(slot, ids, max_output=9) for slot, ids in enumerate(prompts)]
     elsewhere[2] = Request(2, prompts[2], max_output=9, **hot)
-    Bench(*elsewhere, batcher=_batcher(), stop_ids=()).until_done(*elsewhere)
+    Bench(*elsewhere, batcher=small_batcher(), stop_ids=()).until_done(*elsewhere)
     with local_device(library, slots=3) as on:
         asked = [on.ask(ids, 9, **(hot if ids is prompts[2] else {})) for ids in prompts]
-        engine = smollm2_torch._Engine(on.runtime, _batcher(), (), print)
+        engine = smollm2_torch._Engine(on.runtime, small_batcher(), (), print)
         for _ in range(100):
             if all(one.state == DONE for one in asked):
                 break
@@ -49,9 +49,9 @@ def test_a_small_network_answers_as_it_does_elsewhere(library: Library) -> None:
 def test_a_late_device_reads_no_prompt_of_the_slots_next_request(library: Library) -> None:
     first, second = list(range(20)), list(range(30, 49))
     alone = Request(0, second, max_output=4)
-    Bench(alone, batcher=_batcher(), stop_ids=()).until_done(alone)
+    Bench(alone, batcher=small_batcher(), stop_ids=()).until_done(alone)
     with local_device(library, slots=1) as on:
-        batcher = _batcher(stream=LateStream())
+        batcher = small_batcher(stream=LateStream())
         reads = reads_of(batcher)
         engine = smollm2_torch._Engine(on.runtime, batcher, (), print)
         gone = on.ask(first, 4)
@@ -90,7 +90,7 @@ def test_the_daemon_serves_the_real_model_on_it(tmp_path: Path, library: Library
         stack.callback(daemon.stop)
         wait_until("it is ready", lambda: daemon.health()["status"] == "ok", within=150)
         assert '"table":"device"' in daemon.get("/props")[1].replace(" ", "")
-        assert run(_ask(daemon), within=60) == [PARIS, PARIS[:3], PARIS]
+        assert run(ask(daemon), within=60) == [PARIS, PARIS[:3], PARIS]
         daemon.wait_idle()
         assert daemon.health()["completed"] == 3
     assert ended == [0]

@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch", reason="no PyTorch: pip install -e '.[torch
 pytest.importorskip("gguf", reason="no gguf: pip install -e '.[torch]'")
 
 from late_stream import LateStream, reads_of  # noqa: E402
-from test_torch_model import _batcher, _one_thread  # noqa: E402, F401
+from torch_bench import small_batcher  # noqa: E402
 
 from dataplane.runtime import smollm2_torch  # noqa: E402
 from dataplane.runtime.smollm2_torch import TorchBatcher  # noqa: E402
 from dataplane.runtime.torch_stream import Mirror  # noqa: E402
 
 # No packet's way depends on the model.
-pytestmark = pytest.mark.pump_only
+pytestmark = [pytest.mark.pump_only, pytest.mark.usefixtures("one_torch_thread")]
 
 CHUNK = 8
 ANOTHERS = 2**31 - 1
@@ -35,7 +35,7 @@ class _Reused(Request):
 
 def _late(fixed: bool = False) -> TorchBatcher:
     """A batcher whose device is late; with the steps that a GPU captures, or eager ones."""
-    batcher = _batcher(chunk=CHUNK, stream=LateStream())
+    batcher = small_batcher(chunk=CHUNK, stream=LateStream())
     if fixed:
         batcher._steps = batcher._fixed()
     return batcher
@@ -107,13 +107,13 @@ def test_nobody_waits_for_what_does_not_concern_them() -> None:
 @pytest.mark.parametrize("length", [5, 8, 9, 16, 19, 30])
 def test_a_prompt_of_any_number_of_chunks_is_answered_alike(length: int, fixed: bool) -> None:
     prompt = [_prompt(length)]
-    assert _answers(_late(fixed), prompt) == _answers(_batcher(chunk=CHUNK), prompt)
+    assert _answers(_late(fixed), prompt) == _answers(small_batcher(chunk=CHUNK), prompt)
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["eager", "fixed"])
 def test_prompts_that_take_turns_do_not_mix(fixed: bool) -> None:
     prompts = [_prompt(19, 1), _prompt(30, 2), _prompt(9, 3)]
-    expected = _answers(_batcher(chunk=CHUNK), prompts)
+    expected = _answers(small_batcher(chunk=CHUNK), prompts)
     assert _answers(_late(fixed), prompts) == expected
     # One by one they are the same: the reference does not mix them either.
     assert [_answers(_late(fixed), [prompt])[0] for prompt in prompts] == expected
@@ -122,7 +122,7 @@ def test_prompts_that_take_turns_do_not_mix(fixed: bool) -> None:
 def test_sampled_answers_are_the_same() -> None:
     prompts = [_prompt(19, 1), _prompt(30, 2)]
     hot: dict[str, Any] = {"temperature": 1.5, "top_k": 20, "seed": 5}
-    assert _answers(_late(), prompts, **hot) == _answers(_batcher(chunk=CHUNK), prompts, **hot)
+    assert _answers(_late(), prompts, **hot) == _answers(small_batcher(chunk=CHUNK), prompts, **hot)
 
 
 def test_a_turn_with_an_answer_waits_once() -> None:
@@ -159,7 +159,7 @@ def test_a_prompt_is_read_before_its_slot_is_let_go(end: str) -> None:
     others = [_Reused(slot, prompt, max_output=6) for slot, prompt in enumerate(prompts)]
     bench.attachment.waiting = list(others)
     bench.until_done(*others)
-    assert [other.out for other in others] == _answers(_batcher(chunk=CHUNK), prompts)
+    assert [other.out for other in others] == _answers(small_batcher(chunk=CHUNK), prompts)
     first, second = prompts
     assert reads == [ids[:8], first[:8], second[:8], first[8:], second[8:16], second[16:]]
 
@@ -173,4 +173,4 @@ def test_ids_that_change_after_they_were_checked_disturb_nobody_else() -> None:
     changing.tokens[:4] = [ANOTHERS, -1, 50, -(2**31)]
     bench.until_done(changing, other)
     assert changing.reason == Finish.LENGTH
-    assert other.out == _answers(_batcher(chunk=CHUNK), [[5], _prompt(9, 4)])[1]
+    assert other.out == _answers(small_batcher(chunk=CHUNK), [[5], _prompt(9, 4)])[1]
