@@ -14,13 +14,15 @@ from pathlib import Path
 
 import gpu_programs
 import pytest
+from bundles import IMAGE, TOKENIZER
 from daemon_process import ENGINES, Chosen, DaemonProcess, daemon_process
 from host_gpu import Library
 
-from dataplane import model
+from dataplane import model, pack
 from dataplane.client import connect
 from dataplane.load import Load
 from dataplane.model import ModelError, ModelFiles
+from dataplane.pack import Order, Parts
 
 StartDaemon = Callable[..., DaemonProcess]
 
@@ -103,6 +105,30 @@ def files() -> ModelFiles:
         return model.locate()
     except ModelError as error:
         pytest.skip(f"no model: {error}")
+
+
+@pytest.fixture
+def tiny_weights(tmp_path: Path) -> Path:
+    """A file that stands for a model's weights."""
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF" + bytes(range(256)) * 8192)
+    return path
+
+
+@pytest.fixture
+def tiny_runtime(tiny_weights: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have a runtime that may be packed, with a file of every sort; its name."""
+
+    def recipe(order: Order, say: Callable[[str], None]) -> Parts:
+        return Parts(
+            "Tiny", 100, stop_ids=(2, 7), chat_template="{{ messages }}", tokenizer=TOKENIZER,
+            kernels=IMAGE, weights=tiny_weights, weights_source="here",
+            targets=("sm_90", "compute_80"),
+        )  # fmt: skip
+
+    monkeypatch.setattr(pack, "RECIPES", {**pack.RECIPES, "tiny": recipe})
+    monkeypatch.setattr(pack, "_WITH_WEIGHTS", ("tiny",))
+    return "tiny"
 
 
 @pytest.fixture

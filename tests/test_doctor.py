@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_nvml import CARD, GIB, INSTANCE, OTHER_CARD, FakeNvml, card
-from test_fatbin import WHOLE
+from fatbins import WHOLE
 
 from dataplane import doctor, gpus, model
 from dataplane.doctor import ABSENT, MISSING, OK, Finding, Report, examine, memlock, ranges

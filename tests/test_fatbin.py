@@ -1,30 +1,13 @@
 """What a fatbin was built for, read from its bytes; and what that runs on."""
 
 import shutil
-import struct
 import subprocess
 from pathlib import Path
 
 import pytest
+from fatbins import MACHINE, OTHER, PTX, WHOLE, entry, fatbin
 
 from dataplane.fatbin import FatbinError, fit, is_target, say_target, targets_of
-
-PTX, MACHINE, OTHER = 1, 2, 16
-ENTRY_BYTES = 64
-
-
-def entry(kind: int, architecture: int, size: int = 24, stated: int | None = None) -> bytes:
-    size_said = size if stated is None else stated
-    head = struct.pack("<HHIQIIHHI", kind, 0x101, ENTRY_BYTES, size_said, 0, 0, 0, 9, architecture)
-    return head.ljust(ENTRY_BYTES, b"\0") + b"\xaa" * size
-
-
-def fatbin(*entries: bytes) -> bytes:
-    body = b"".join(entries)
-    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
-
-
-WHOLE = fatbin(entry(PTX, 80), entry(MACHINE, 100), entry(MACHINE, 80), entry(OTHER, 0))
 
 
 def test_the_targets_are_read_in_order() -> None:
