@@ -99,7 +99,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 
 @pytest.fixture(scope="module")
-def files() -> ModelFiles:
+def model_files() -> ModelFiles:
     """The small real model's."""
     try:
         return model.locate()

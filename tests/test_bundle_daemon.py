@@ -87,7 +87,7 @@ def test_serve_refuses_a_bundle_that_does_not_fit_before_it_makes_anything(tmp_p
 
 
 @pytest.mark.model
-@pytest.mark.usefixtures("files")
+@pytest.mark.usefixtures("model_files")
 def test_the_small_model_answers_from_a_bundle_alone(tmp_path: Path, daemon: StartDaemon) -> None:
     out = tmp_path / "b"
     made = build(order(runtime="smollm2", copy_weights=True), out, quiet)

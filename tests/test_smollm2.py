@@ -194,8 +194,8 @@ def test_an_engine_that_computes_something_else_is_never_ready(wrong: str) -> No
 
 
 @pytest.fixture(scope="module")
-def batcher(files: ModelFiles) -> Iterator[LlamaBatcher]:
-    with LlamaBatcher(files, slots=4, per_slot=256) as real:
+def batcher(model_files: ModelFiles) -> Iterator[LlamaBatcher]:
+    with LlamaBatcher(model_files, slots=4, per_slot=256) as real:
         warm_up(real)
         yield real
 
@@ -207,8 +207,10 @@ def _answer(batcher: LlamaBatcher, slot: int = 0, count: int = 12, **how: Any) -
 
 
 @pytest.mark.model
-def test_the_capital_of_france(batcher: LlamaBatcher, files: ModelFiles, tmp_path: Path) -> None:
-    tokeniser = Tokenizer(model.tokenizer_json(files.gguf, tmp_path).read_bytes())
+def test_the_capital_of_france(
+    batcher: LlamaBatcher, model_files: ModelFiles, tmp_path: Path
+) -> None:
+    tokeniser = Tokenizer(model.tokenizer_json(model_files.gguf, tmp_path).read_bytes())
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     request = Request(2, tokeniser.encode_chat(chat, model.CHAT_TEMPLATE), max_output=50)
     Bench(request, batcher=batcher).until_done(request)
@@ -329,10 +331,10 @@ def test_a_cancelled_sequence_leaves_nothing_behind(batcher: LlamaBatcher) -> No
     [(0, 64, "1 to 256 slots"), (257, 64, "1 to 256 slots"), (1, 8193, "was trained on 8192")],
 )
 def test_impossible_geometries_are_refused(
-    files: ModelFiles, slots: int, per_slot: int, reason: str
+    model_files: ModelFiles, slots: int, per_slot: int, reason: str
 ) -> None:
     with pytest.raises(EngineError, match=reason):
-        LlamaBatcher(files, slots, per_slot)
+        LlamaBatcher(model_files, slots, per_slot)
 
 
 @pytest.mark.model
@@ -343,11 +345,13 @@ def test_chunks_have_bounds(batcher: LlamaBatcher) -> None:
 
 
 @pytest.mark.model
-def test_weights_that_are_none_are_an_error_in_words(files: ModelFiles, tmp_path: Path) -> None:
+def test_weights_that_are_none_are_an_error_in_words(
+    model_files: ModelFiles, tmp_path: Path
+) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF\x03\x00\x00\x00 and nothing else")
     with pytest.raises(EngineError, match=r"damaged\.gguf cannot be loaded: .*`dataplane model"):
-        LlamaBatcher(ModelFiles(damaged, files.library), 1, 64)
+        LlamaBatcher(ModelFiles(damaged, model_files.library), 1, 64)
 
 
 def test_a_library_that_is_none_is_an_error_in_words(tmp_path: Path) -> None:
@@ -380,20 +384,20 @@ CONTEXT_END = "    void *ctx_other;\n"
     ],
 )
 def test_a_shifted_layout_is_refused_in_words(
-    files: ModelFiles, field: str, instead: str, last: str
+    model_files: ModelFiles, field: str, instead: str, last: str
 ) -> None:
     assert field in CDEF
     shifted = CDEF.replace(field, instead, 1)
     if not instead:  # the field is looked at nevertheless, somewhere behind
         shifted = shifted.replace(last, last + field, 1)
     with pytest.raises(LayoutMismatch, match=r"is .* instead of .*`dataplane model install`"):
-        Library(str(files.library), shifted)
+        Library(str(model_files.library), shifted)
 
 
 @pytest.mark.model
-def test_a_function_that_is_gone_is_refused_in_words(files: ModelFiles) -> None:
+def test_a_function_that_is_gone_is_refused_in_words(model_files: ModelFiles) -> None:
     with pytest.raises(LayoutMismatch, match="llama_gone"):
-        Library(str(files.library), CDEF + "void llama_gone(void);")
+        Library(str(model_files.library), CDEF + "void llama_gone(void);")
 
 
 # ---------------------------------------------------------------- all of it
@@ -401,7 +405,7 @@ def test_a_function_that_is_gone_is_refused_in_words(files: ModelFiles) -> None:
 
 @pytest.mark.model
 def test_main_attaches_with_the_models_manifest(
-    files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = Request(1, FRANCE, max_output=12)
     attached: list[tuple[str, Manifest, Path]] = []

@@ -22,8 +22,8 @@ CHATML = (
 
 
 @pytest.fixture(scope="module")
-def real(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path = model.tokenizer_json(files.gguf, tmp_path_factory.mktemp("models"))
+def real(model_files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = model.tokenizer_json(model_files.gguf, tmp_path_factory.mktemp("models"))
     return Tokenizer(path.read_bytes())
 
 
@@ -266,8 +266,8 @@ def test_template_and_content_are_tokenised_as_one_text(real: Tokenizer) -> None
 class _Reference:
     """llama.cpp's own tokeniser, on the vocabulary alone."""
 
-    def __init__(self, files: ModelFiles) -> None:
-        library = open_library(str(files.library))
+    def __init__(self, model_files: ModelFiles) -> None:
+        library = open_library(str(model_files.library))
         self.ffi, self.lib = library.ffi, library.lib
         self.ffi.cdef(
             "int32_t llama_tokenize(const void *vocab, const char *text, int32_t size,"
@@ -275,7 +275,9 @@ class _Reference:
         )
         defaults = self.lib.llama_model_default_params()
         defaults.params.vocab_only = True
-        self.model = self.lib.llama_model_load_from_file(str(files.gguf).encode(), defaults.params)
+        self.model = self.lib.llama_model_load_from_file(
+            str(model_files.gguf).encode(), defaults.params
+        )
         self.vocab = self.lib.llama_model_get_vocab(self.model)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -313,8 +315,8 @@ def _fuzzed(draw: random.Random) -> str:
 
 
 @pytest.mark.model
-def test_ids_agree_with_llama_cpp(real: Tokenizer, files: ModelFiles) -> None:
-    reference = _Reference(files)
+def test_ids_agree_with_llama_cpp(real: Tokenizer, model_files: ModelFiles) -> None:
+    reference = _Reference(model_files)
     draw = random.Random(11549)
     try:
         for text in [_fuzzed(draw) for _ in range(800)]:

@@ -47,9 +47,9 @@ TIE = 0.5
 
 
 @pytest.fixture(scope="module")
-def real(files: ModelFiles) -> TorchBatcher:
+def real(model_files: ModelFiles) -> TorchBatcher:
     torch.set_num_threads(1)
-    batcher = smollm2_torch.load(files.gguf, 4, 256, CPU)
+    batcher = smollm2_torch.load(model_files.gguf, 4, 256, CPU)
     smollm2_torch.warm_up(batcher)
     return batcher
 
@@ -83,11 +83,11 @@ def test_the_real_model_samples_by_seed(real: TorchBatcher) -> None:
 class _Llama:
     """llama.cpp with its logits in sight."""
 
-    def __init__(self, files: ModelFiles, slots: int) -> None:
-        self.batcher = LlamaBatcher(files, slots, 256)
+    def __init__(self, model_files: ModelFiles, slots: int) -> None:
+        self.batcher = LlamaBatcher(model_files, slots, 256)
         ffi = self.batcher._ffi
         ffi.cdef("float *llama_get_logits_ith(void *, int32_t);", override=True)
-        self._lib: Any = ffi.dlopen(str(files.library))
+        self._lib: Any = ffi.dlopen(str(model_files.library))
 
     def logits(self, index: int) -> Floats:
         batcher = self.batcher
@@ -157,11 +157,13 @@ class _Difference:
         return a
 
 
-def _compare(files: ModelFiles, llama: _Llama, batcher: TorchBatcher, cache: Path) -> _Difference:
+def _compare(
+    model_files: ModelFiles, llama: _Llama, batcher: TorchBatcher, cache: Path
+) -> _Difference:
     """Feed both the same prompts, four side by side, and llama.cpp's greedy answers."""
     from dataplane.text import Tokenizer
 
-    tokeniser = Tokenizer(model.tokenizer_json(files.gguf, cache).read_bytes())
+    tokeniser = Tokenizer(model.tokenizer_json(model_files.gguf, cache).read_bytes())
     difference = _Difference()
     for first in range(0, len(PROMPTS), 4):
         taken: list[int] = []
@@ -195,13 +197,13 @@ def _compare(files: ModelFiles, llama: _Llama, batcher: TorchBatcher, cache: Pat
 @pytest.mark.model
 @pytest.mark.slow
 def test_greedy_answers_are_llama_cpps(
-    files: ModelFiles, real: TorchBatcher, tmp_path: Path
+    model_files: ModelFiles, real: TorchBatcher, tmp_path: Path
 ) -> None:
     """On the quantised file, where llama.cpp rounds activations and this does not, an id may differ
     only where two tie within that rounding."""
-    llama = _Llama(files, 4)
+    llama = _Llama(model_files, 4)
     with llama.batcher:
-        difference = _compare(files, llama, real, tmp_path)
+        difference = _compare(model_files, llama, real, tmp_path)
     assert difference.ids == len(PROMPTS) * GREEDY_IDS
     assert difference.same >= 0.95 * difference.ids
     assert difference.most < ROUNDED_TOLERANCE
@@ -210,20 +212,20 @@ def test_greedy_answers_are_llama_cpps(
 @pytest.mark.model
 @pytest.mark.slow
 def test_on_the_same_float32_weights_every_id_is_llama_cpps(
-    files: ModelFiles, real: TorchBatcher, tmp_path: Path
+    model_files: ModelFiles, real: TorchBatcher, tmp_path: Path
 ) -> None:
-    same = replace(files, gguf=_in_float32(files.gguf, tmp_path / "float32.gguf"))
+    same = replace(model_files, gguf=_in_float32(model_files.gguf, tmp_path / "float32.gguf"))
     llama = _Llama(same, 4)
     with llama.batcher:
-        difference = _compare(files, llama, real, tmp_path)
+        difference = _compare(model_files, llama, real, tmp_path)
     assert difference.same == difference.ids == len(PROMPTS) * GREEDY_IDS
     assert difference.most < SAME_WEIGHTS_TOLERANCE
 
 
 @pytest.mark.model
-def test_llama_cpps_logits_and_seed_give_llama_cpps_choice(files: ModelFiles) -> None:
+def test_llama_cpps_logits_and_seed_give_llama_cpps_choice(model_files: ModelFiles) -> None:
     """Where few are kept: where hundreds are, its float32 sums keep a few less."""
-    llama = _Llama(files, 1)
+    llama = _Llama(model_files, 1)
     prompt = np.array(FRANCE, np.int32)
     ways = [(0.8, 0.9, 0, 1), (3.0, 0.0, 500, 2), (1.5, 0.5, 40, 3), (3.0, 0.0, 0, 4), (0, 0, 0, 0)]
     ways += [(3.0, 0.9, 100, 0xFFFFFFFF), (0.3, 1.0, 60_000, 5), (2.0, 1e-9, 0, 6)]
@@ -317,7 +319,7 @@ def _no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.usefixtures("files", "_no_llama_cpp")
+@pytest.mark.usefixtures("model_files", "_no_llama_cpp")
 def test_nothing_of_llama_cpp_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +334,7 @@ def test_nothing_of_llama_cpp_is_looked_for(
 
 
 @pytest.mark.model
-@pytest.mark.usefixtures("files", "_no_llama_cpp")
+@pytest.mark.usefixtures("model_files", "_no_llama_cpp")
 def test_a_bundle_is_built_without_llama_cpp(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
