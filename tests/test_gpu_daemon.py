@@ -187,7 +187,7 @@ def test_a_stuck_device_gives_503_within_a_second(
             start = time.monotonic()
             waiting = [asyncio.ensure_future(client.submit(PROMPT)) for _ in range(6)]
             refused = await asyncio.gather(*waiting)
-            # ANSWER_MS, which test_gpu_table holds to less than a second; a busy machine adds.
+            # ANSWER_MS, which test_device_table holds to less than a second; a busy machine adds.
             assert time.monotonic() - start < 3
             assert {answer.status for answer in refused} == {503}
             assert "does not answer" in refused[0].reason
