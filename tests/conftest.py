@@ -91,6 +91,12 @@ def bare_daemon(
 
 
 @pytest.fixture(scope="module")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place for one identity; making its keys is the slow part."""
+    return tmp_path_factory.mktemp("identity")
+
+
+@pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """The kernels, and a driver for them, on host threads."""
     if shutil.which(gpu_programs.cxx()) is None:

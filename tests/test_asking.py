@@ -32,11 +32,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("identity")
-
-
 class DeviceJob:
     """A request that the engine took on the device."""
 

@@ -23,11 +23,6 @@ STOP, LENGTH, ERROR = 1, 2, 4
 _CASES_A_CONNECTION = 25
 
 
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("identity")
-
-
 # ---------------------------------------------------------------- what a client may say
 
 

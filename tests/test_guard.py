@@ -27,11 +27,6 @@ HALF = request_bytes([1, 2], declared=3)
 REFUSED = QuicErrorCode.CONNECTION_REFUSED
 
 
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("identity")
-
-
 @pytest.fixture(params=[False, True], ids=["aioquic", "pump"])
 def play(state_dir: Path, request: pytest.FixtureRequest) -> Callable[..., None]:
     """Play a scene on a network of its own, on each engine; its slots are free at the end."""

@@ -27,11 +27,6 @@ from dataplane.pump import PATH_BYTES, Event, path_of
 BOTH = pytest.mark.parametrize("kinds", ["plain-pumped", "pumped-plain", "pumped-pumped"])
 
 
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("identity")
-
-
 def pumped(*ends: Any) -> list[Pumped]:
     return [end for end in ends if isinstance(end, Pumped)]
 

@@ -14,12 +14,6 @@ BODY_TIMEOUT = 5.0
 LATE = BODY_TIMEOUT / 20 + 0.1  # how much later than it may a late one is found
 
 
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A place for one identity; making its keys is the slow part."""
-    return tmp_path_factory.mktemp("identity")
-
-
 @pytest.fixture
 def pair(state_dir: Path) -> StartPair:
     """Make a pair whose handshake is complete."""

@@ -15,11 +15,6 @@ StartPair = Callable[..., Pair]
 WHOLE = request_bytes([1, 2, 3])
 
 
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("identity")
-
-
 @pytest.fixture
 def pair(state_dir: Path) -> StartPair:
     def start(**options: Any) -> Pair:

@@ -10,11 +10,6 @@ FIRST_PTO = 0.2  # twice the initial round trip (RFC 9002 section 6.2.2)
 SMALLEST_INITIAL = 1200
 
 
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("identity")
-
-
 def sent_within(wire: Wire, seconds: float, to_server: bool) -> int:
     before = wire.sent[to_server]
     wire.run_for(seconds)

@@ -32,11 +32,6 @@ PROTOCOLS = pytest.mark.parametrize("protocol", ["raw", "h3"])
 
 
 @pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("identity")
-
-
-@pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """An echo with room for long prompts, that waits for slow links."""
     with daemon_process(
