@@ -11,11 +11,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gpu_programs
 import pytest
 from bundles import IMAGE, TOKENIZER
 from daemon_process import ENGINES, Chosen, DaemonProcess, daemon_process
+from device_pair import DevicePair, StartPair
 from host_gpu import Library
 
 from dataplane import model, pack
@@ -102,6 +104,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     if shutil.which(gpu_programs.cxx()) is None:
         pytest.skip("no C++ compiler here")
     return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
+
+
+@pytest.fixture
+def device_pair(library: Library, state_dir: Path) -> StartPair:
+    """Start pairs whose slots lie in a device: `device_pair(slots=1)`."""
+
+    def start(**options: Any) -> DevicePair:
+        made = DevicePair(library, state_dir, **options)
+        made.connect()
+        return made
+
+    return start
 
 
 @pytest.fixture(scope="module")

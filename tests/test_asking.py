@@ -1,16 +1,27 @@
 """Claims that wait for a device: what comes meanwhile, who leaves meanwhile, and one that never
 answers. The admission kernel is as it is, and runs when the test has it tick."""
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import gpu_programs
 import pytest
+from device_pair import (
+    HEADER,
+    IDS,
+    WHOLE,
+    DevicePair,
+    StartPair,
+    asked,
+    both,
+    close,
+    header,
+    partial,
+    reset,
+    stop,
+    whole,
+)
 from host_gpu import HostDevice, Library
 from native_region import open_region, rung
-from pair import Answer, Pair, request_bytes
+from pair import Pair, request_bytes
 
 from dataplane import refusals
 from dataplane._native import ffi, lib
@@ -20,109 +31,15 @@ from dataplane.exchange import Asked, Exchange
 from dataplane.fronts.prompt1 import Prompt1
 from dataplane.prompt1 import Request
 from dataplane.slots import PENDING, State
-from dataplane.table import HostTable
 
 ANSWER_S = 0.9
-IDS = [1, 2, 3]
-WHOLE = request_bytes(IDS)
-HEADER = 48
-
-pytestmark = pytest.mark.skipif(
-    shutil.which(gpu_programs.cxx()) is None, reason="no C++ compiler here"
-)
-
-
-class DeviceJob:
-    """A request that the engine took on the device."""
-
-    def __init__(self, device: HostDevice, slot: int, generation: int) -> None:
-        self._device = device
-        self._handle = (slot, generation)
-
-    def emit(self, ids: list[int]) -> None:
-        assert self._device.emit(*self._handle, ids) == 0
-
-    def finish(self, reason: int = 1) -> int:
-        return self._device.finish(*self._handle, reason)
-
-    @property
-    def cancelled(self) -> bool:
-        return self._device.is_cancelled(*self._handle)
-
-
-class DevicePair(Pair):
-    """A pair whose slots lie in a device, which answers when it ticks.
-
-    Attributes:
-        gave_up: Why the device was given up, each time.
-    """
-
-    def __init__(self, library: Library, state_dir: Path, **options: Any) -> None:
-        self._library = library
-        self.gave_up: list[str] = []
-        super().__init__(state_dir, table="device", **options)
-
-    def make_table(self) -> HostTable:
-        self.device = HostDevice(self._library, self.region)
-        table = AskingTable(self.region, clock=lambda: self.now)
-        table.on_dead = self.gave_up.append
-        return table
-
-    def states(self) -> list[str]:
-        return [State(self.device.word(slot)[0]).name for slot in range(self.region.slots)]
-
-    def tick(self) -> None:
-        """Let the device do what it was told, and the daemon hear of it."""
-        self.device.tick()
-        self.serve()
-
-    def take_one(self) -> DeviceJob:
-        """Take the READY slot, of which there has to be one."""
-        self.device.tick()
-        for slot in range(self.region.slots):
-            status, generation = self.device.take(slot)
-            if status >= 0:
-                return DeviceJob(self.device, slot, generation)
-        raise AssertionError(f"none is READY: {self.states()}")
-
-    def answer_one(self, stream: int, ids: list[int]) -> Answer:
-        """Have the engine answer the only request; what the client got."""
-        job = self.take_one()
-        job.emit(ids)
-        job.finish()
-        return self.answer(stream)
-
-    def check_at_rest(self) -> None:
-        self.engine = self.device.tick
-        super().check_at_rest()
-
-
-StartPair = Callable[..., DevicePair]
-
-
-@pytest.fixture
-def pair(library: Library, state_dir: Path) -> StartPair:
-    def start(**options: Any) -> DevicePair:
-        made = DevicePair(library, state_dir, **options)
-        made.connect()
-        return made
-
-    return start
-
-
-def asked(pair: Pair, stream: int) -> Asked:
-    """The stream's state, which waits for the device."""
-    found = pair.server.streams[stream]
-    assert isinstance(found, Asked)
-    return found
-
 
 # What comes meanwhile.
 
 
 @pytest.mark.parametrize("cut", [HEADER, HEADER + 5, len(WHOLE) - 1, len(WHOLE)])
-def test_a_body_may_come_before_and_behind_the_answer(pair: StartPair, cut: int) -> None:
-    one = pair(slots=1)
+def test_a_body_may_come_before_and_behind_the_answer(device_pair: StartPair, cut: int) -> None:
+    one = device_pair(slots=1)
     stream = one.open(WHOLE[:cut], cut == len(WHOLE))
     one.deliver()
     assert asked(one, stream).body == WHOLE[HEADER:cut]
@@ -142,8 +59,8 @@ def test_a_body_may_come_before_and_behind_the_answer(pair: StartPair, cut: int)
     one.check_at_rest()
 
 
-def test_a_body_may_come_in_pieces_meanwhile(pair: StartPair) -> None:
-    one = pair(slots=1)
+def test_a_body_may_come_in_pieces_meanwhile(device_pair: StartPair) -> None:
+    one = device_pair(slots=1)
     stream = one.open(WHOLE[:HEADER], False)
     one.deliver()
     for at in range(HEADER, len(WHOLE)):
@@ -155,8 +72,8 @@ def test_a_body_may_come_in_pieces_meanwhile(pair: StartPair) -> None:
     one.check_at_rest()
 
 
-def test_no_more_of_a_body_is_kept_than_is_declared(pair: StartPair) -> None:
-    one = pair(slots=1)
+def test_no_more_of_a_body_is_kept_than_is_declared(device_pair: StartPair) -> None:
+    one = device_pair(slots=1)
     stream = one.open(WHOLE + bytes(500), False)
     one.deliver()
     one.client.send_stream_data(stream, bytes(500))
@@ -179,9 +96,9 @@ def test_no_more_of_a_body_is_kept_than_is_declared(pair: StartPair) -> None:
     ],
 )
 def test_a_bad_body_is_refused_when_its_claim_is_answered(
-    pair: StartPair, data: bytes, words: str
+    device_pair: StartPair, data: bytes, words: str
 ) -> None:
-    one = pair(slots=1)
+    one = device_pair(slots=1)
     stream = one.open(data, True)
     one.deliver()
     one.tick()
@@ -192,8 +109,10 @@ def test_a_bad_body_is_refused_when_its_claim_is_answered(
     assert (one.stats.claimed, one.stats.failed) == (1, 1)
 
 
-def test_those_that_find_no_slot_are_refused_in_the_order_of_the_asking(pair: StartPair) -> None:
-    one = pair(slots=2)
+def test_those_that_find_no_slot_are_refused_in_the_order_of_the_asking(
+    device_pair: StartPair,
+) -> None:
+    one = device_pair(slots=2)
     streams = [one.ask([number]) for number in range(5)]
     one.deliver()
     one.tick()
@@ -207,8 +126,8 @@ def test_those_that_find_no_slot_are_refused_in_the_order_of_the_asking(pair: St
     one.check_at_rest()
 
 
-def test_more_may_be_asked_for_than_the_ring_has_room(pair: StartPair) -> None:
-    one = pair(slots=2)
+def test_more_may_be_asked_for_than_the_ring_has_room(device_pair: StartPair) -> None:
+    one = device_pair(slots=2)
     streams = [one.ask([1]) for _ in range(60)]
     one.deliver()
     assert all(isinstance(one.server.streams[stream], Asked) for stream in streams)
@@ -222,8 +141,8 @@ def test_more_may_be_asked_for_than_the_ring_has_room(pair: StartPair) -> None:
     assert one.gave_up == []
 
 
-def test_the_cap_on_slots_in_writing_holds_for_those_that_waited(pair: StartPair) -> None:
-    one = pair(slots=4, max_writing=2)
+def test_the_cap_on_slots_in_writing_holds_for_those_that_waited(device_pair: StartPair) -> None:
+    one = device_pair(slots=4, max_writing=2)
     streams = [one.open(WHOLE[:-1], False) for _ in range(4)]
     one.deliver()
     one.tick()
@@ -239,8 +158,8 @@ def test_the_cap_on_slots_in_writing_holds_for_those_that_waited(pair: StartPair
     one.check_at_rest()
 
 
-def test_the_queue_time_ends_with_the_answer(pair: StartPair) -> None:
-    one = pair(slots=1)
+def test_the_queue_time_ends_with_the_answer(device_pair: StartPair) -> None:
+    one = device_pair(slots=1)
     ready_ns = one.received_ns() - 30_000_000
     one.received_ns = lambda: ready_ns
     stream = one.ask(IDS)
@@ -255,35 +174,6 @@ def test_the_queue_time_ends_with_the_answer(pair: StartPair) -> None:
 # Whoever leaves meanwhile.
 
 
-def header(pair: DevicePair) -> int:
-    return pair.open(WHOLE[:HEADER], False)
-
-
-def partial(pair: DevicePair) -> int:
-    return pair.open(WHOLE[:-2], False)
-
-
-def whole(pair: DevicePair) -> int:
-    return pair.open(WHOLE, True)
-
-
-def reset(pair: Pair, stream: int) -> None:
-    pair.client.reset_stream(stream, 9)
-
-
-def stop(pair: Pair, stream: int) -> None:
-    pair.client.stop_stream(stream, 9)
-
-
-def both(pair: Pair, stream: int) -> None:
-    reset(pair, stream)
-    stop(pair, stream)
-
-
-def close(pair: Pair, stream: int) -> None:
-    pair.client.close()
-
-
 # Behind the request's end a reset changes nothing.
 LEAVES = [(leave, state) for leave in (reset, both) for state in (header, partial)]
 LEAVES += [(leave, state) for leave in (stop, close) for state in (header, partial, whole)]
@@ -292,13 +182,13 @@ LEAVES += [(leave, state) for leave in (stop, close) for state in (header, parti
 @pytest.mark.parametrize("answered", ["before", "behind"])
 @pytest.mark.parametrize(("leave", "state"), [*LEAVES, (both, whole)])
 def test_what_is_granted_to_one_that_left_goes_back(
-    pair: StartPair,
+    device_pair: StartPair,
     leave: Callable[[Pair, int], None],
     state: Callable[[DevicePair], int],
     answered: str,
 ) -> None:
     """Whether the device granted it before the client left or behind that."""
-    one = pair(slots=1)
+    one = device_pair(slots=1)
     stream = state(one)
     one.deliver()
     asked(one, stream)
@@ -320,8 +210,10 @@ def test_what_is_granted_to_one_that_left_goes_back(
         one.check_at_rest()
 
 
-def test_a_client_that_left_before_its_claim_was_posted_is_not_asked_for(pair: StartPair) -> None:
-    one = pair(slots=1)
+def test_a_client_that_left_before_its_claim_was_posted_is_not_asked_for(
+    device_pair: StartPair,
+) -> None:
+    one = device_pair(slots=1)
     streams = [one.ask([1]) for _ in range(60)]
     one.deliver()
     for stream in streams:
@@ -337,8 +229,8 @@ def test_a_client_that_left_before_its_claim_was_posted_is_not_asked_for(pair: S
 # A device that does not answer.
 
 
-def test_all_that_wait_are_refused_once_and_then_at_once(pair: StartPair) -> None:
-    one = pair(slots=4)
+def test_all_that_wait_are_refused_once_and_then_at_once(device_pair: StartPair) -> None:
+    one = device_pair(slots=4)
     streams = [whole(one), partial(one)]
     one.deliver()
     started = one.now
@@ -362,8 +254,8 @@ def test_all_that_wait_are_refused_once_and_then_at_once(pair: StartPair) -> Non
     assert (one.stats.in_flight, one.server.writing, one.server.streams) == (0, 0, {})
 
 
-def test_another_front_that_gave_the_device_up_says_it_for_all(pair: StartPair) -> None:
-    one = pair(slots=1)
+def test_another_front_that_gave_the_device_up_says_it_for_all(device_pair: StartPair) -> None:
+    one = device_pair(slots=1)
     stream = whole(one)
     one.deliver()
     asks = one.table.asks
@@ -374,9 +266,9 @@ def test_another_front_that_gave_the_device_up_says_it_for_all(pair: StartPair) 
     assert "does not answer" in answer.reason
 
 
-def test_an_answer_in_the_last_moment_counts(pair: StartPair) -> None:
+def test_an_answer_in_the_last_moment_counts(device_pair: StartPair) -> None:
     """It was there before the daemon looked, which may have been held up itself."""
-    one = pair(slots=1)
+    one = device_pair(slots=1)
     stream = whole(one)
     one.deliver()
     one.device.tick()
@@ -390,8 +282,8 @@ def test_an_answer_in_the_last_moment_counts(pair: StartPair) -> None:
 # The daemon's and the runtime's end.
 
 
-def test_a_runtime_that_goes_takes_those_with_it_that_wait(pair: StartPair) -> None:
-    one = pair(slots=1)
+def test_a_runtime_that_goes_takes_those_with_it_that_wait(device_pair: StartPair) -> None:
+    one = device_pair(slots=1)
     streams = [whole(one), whole(one)]
     one.deliver()
     one.ingress.detach("the runtime is gone")
@@ -402,8 +294,8 @@ def test_a_runtime_that_goes_takes_those_with_it_that_wait(pair: StartPair) -> N
     assert one.server.streams == {}
 
 
-def test_a_daemon_that_drains_refuses_what_is_granted_then(pair: StartPair) -> None:
-    one = pair(slots=1)
+def test_a_daemon_that_drains_refuses_what_is_granted_then(device_pair: StartPair) -> None:
+    one = device_pair(slots=1)
     stream = whole(one)
     one.deliver()
     one.ingress.draining = True
@@ -412,8 +304,8 @@ def test_a_daemon_that_drains_refuses_what_is_granted_then(pair: StartPair) -> N
     one.check_at_rest()
 
 
-def test_a_daemon_that_ends_refuses_those_that_wait(pair: StartPair) -> None:
-    one = pair(slots=1)
+def test_a_daemon_that_ends_refuses_those_that_wait(device_pair: StartPair) -> None:
+    one = device_pair(slots=1)
     stream = whole(one)
     one.deliver()
     one.ingress.end_all(refusals.draining(), ResetCode.SHUTTING_DOWN)
@@ -421,112 +313,13 @@ def test_a_daemon_that_ends_refuses_those_that_wait(pair: StartPair) -> None:
     one.check_at_rest()
 
 
-# Deadlines.
-
-
-def published(pair: DevicePair, **fields: Any) -> int:
-    stream = pair.ask(IDS, **fields)
-    pair.deliver()
-    pair.tick()
-    pair.device.tick()
-    assert pair.held() == ["READY"]
-    return stream
-
-
-def test_a_deadline_that_passed_while_the_claim_waited_holds(pair: StartPair) -> None:
-    one = pair(slots=1)
-    stream = one.open(request_bytes(IDS, deadline_ms=1)[:-1], False)
-    one.deliver()
-    arrived = one.received_ns() - 100_000_000
-    asked(one, stream).ready_ns = arrived
-    one.tick()
-    assert one.held() == ["WRITING"]
-    assert one.answer(stream, within=0.1).verdict.status == 408
-    one.check_at_rest()
-
-
-def test_a_deadline_takes_back_what_no_engine_took(pair: StartPair) -> None:
-    one = pair(slots=1)
-    stream = published(one, deadline_ms=300)
-    one.run_for(0.5)
-    assert not one.answers[stream].over  # the device has not said which of the two it was
-    one.tick()
-    answer = one.answer(stream)
-    assert (answer.ids, answer.trailer) == ([], (3, 3, 0))
-    one.check_at_rest()
-    assert one.stats.completed == 1
-
-
-def test_a_deadline_cancels_what_runs(pair: StartPair) -> None:
-    one = pair(slots=1)
-    stream = published(one, deadline_ms=300)
-    job = one.take_one()
-    job.emit([7])
-    one.run_for(0.4)
-    job.emit([8])
-    one.tick()  # it was taken: the revoke lost, and the cancel is asked for
-    assert not job.cancelled
-    one.tick()
-    answer = one.answer(stream)
-    assert (answer.ids, answer.trailer) == ([7, 8], (3, 3, 2))
-    assert job.cancelled
-    assert job.finish() == 0
-    one.check_at_rest()
-
-
-def test_an_engine_that_is_faster_than_the_cancel_has_its_answer_sent(pair: StartPair) -> None:
-    one = pair(slots=1)
-    stream = published(one, deadline_ms=300)
-    job = one.take_one()
-    job.emit([7])
-    one.run_for(0.4)
-    one.tick()
-    job.emit([8, 9])
-    job.finish()
-    one.tick()
-    answer = one.answer(stream)
-    assert (answer.ids, answer.trailer) == ([7, 8, 9], (1, 3, 3))
-    one.check_at_rest()
-
-
-@pytest.mark.parametrize("runs", [False, True])
-@pytest.mark.parametrize("leave", [stop, close])
-def test_whoever_leaves_while_a_deadline_waits_gives_its_slot_back(
-    pair: StartPair, leave: Callable[[Pair, int], None], runs: bool
-) -> None:
-    one = pair(slots=1)
-    stream = published(one, deadline_ms=300)
-    job = one.take_one() if runs else None
-    one.run_for(0.4)
-    if runs:
-        one.tick()
-    leave(one, stream)
-    one.deliver()
-    one.tick()
-    one.tick()
-    if job is not None:
-        assert job.cancelled
-        assert job.finish() == 0
-    assert one.held() == []
-    assert (one.stats.in_flight, one.stats.cancelled) == (0, 1)
-    if leave is stop:
-        one.check_at_rest()
-
-
-def test_a_deadline_that_the_device_does_not_answer_gives_it_up(pair: StartPair) -> None:
-    one = pair(slots=1)
-    stream = published(one, deadline_ms=300)
-    one.run_until(lambda: one.gave_up)
-    one.ingress.detach("the runtime is gone")
-    assert one.answer(stream).reset == ResetCode.RUNTIME_LOST
-    assert (one.stats.in_flight, one.server.writing) == (0, 0)
-
-
 # A mistake of our own.
 
 
 @pytest.mark.parametrize("granted", [False, True])
-def test_a_front_that_fails_ends_its_connection_alone(pair: StartPair, granted: bool) -> None:
+def test_a_front_that_fails_ends_its_connection_alone(
+    device_pair: StartPair, granted: bool
+) -> None:
     told: list[int] = []
 
     class Faulty(Prompt1):
@@ -536,7 +329,7 @@ def test_a_front_that_fails_ends_its_connection_alone(pair: StartPair, granted: 
                 super().decided(asked, outcome)
             raise RuntimeError("a mistake in the front")
 
-    one = pair(slots=2, front=Faulty)
+    one = device_pair(slots=2, front=Faulty)
     streams = [whole(one), whole(one)]
     one.deliver()
     if granted:
