@@ -10,7 +10,7 @@ from typing import Any
 import gpu_programs
 import pytest
 from host_gpu import HostDevice, Library
-from test_http3_whole import Answer, Quiet, Recorder
+from http3_recorder import Answer, Quiet, Recorder
 
 from dataplane.device_table import AskingTable
 from dataplane.exchange import Asked
