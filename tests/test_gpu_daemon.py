@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,53 +20,20 @@ import gpu_programs
 import pytest
 from aioquic.quic.events import StreamReset
 from conftest import StartDaemon
-from daemon_process import Chosen, DaemonProcess, command, first_line, run, until, wait_until
+from daemon_process import Chosen, DaemonProcess, command, run, until, wait_until
+from device_process import MAX_OUTPUT, SLOTS, echo_on_device, hang
+from host_gpu import Library
 from test_slow_reader import miser
 
 from dataplane.client import Answer, Client, ResetError, connect
 from dataplane.errors import ResetCode
 
 PROMPT = [40_000, 7, 0, 49_999]
-SLOTS, CONTEXT, MAX_OUTPUT = 3, 64, 16
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which(gpu_programs.cxx()) is None, reason="no C++ compiler here"),
 ]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gpu_programs.build_library(tmp_path_factory.mktemp("gpu"))
-
-
-@contextlib.contextmanager
-def echo_on_device(
-    daemon: DaemonProcess,
-    library: Path,
-    *rest: str,
-    mode: str = "tick",
-    program: str = "host_gpu.py",
-    context: int = CONTEXT,
-    max_output: int = MAX_OUTPUT,
-) -> Iterator["subprocess.Popen[str]"]:
-    """Attach `cuda-echo` until the end of the block; the daemon serves meanwhile."""
-    path = Path(__file__).with_name(program)
-    numbers = [str(number) for number in (SLOTS, context, max_output)]
-    command = [sys.executable, str(path), str(library), str(daemon.socket), *numbers, mode]
-    process = subprocess.Popen(
-        [*command, *rest], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process.stdout, process.stderr:
-        try:
-            assert first_line(process.stdout, 20) == "cuda-echo is ready\n", process.stderr.read()
-            daemon.wait_for_status("ok")
-            yield process
-        finally:
-            process.kill()
-            process.wait(20)
 
 
 @pytest.fixture(params=["pump", "aioquic"])
@@ -90,7 +56,7 @@ def check_claims(daemon: DaemonProcess, engine: str, claims: int) -> None:
 
 @pytest.mark.parametrize("mode", ["tick", "persistent"])
 def test_requests_go_through_the_device(
-    bare: DaemonProcess, engine: str, library: Path, mode: str
+    bare: DaemonProcess, engine: str, library: Library, mode: str
 ) -> None:
     async def ask() -> None:
         async with connect(bare.address, bare.ca) as client:
@@ -114,7 +80,7 @@ def test_requests_go_through_the_device(
         check_claims(bare, engine, 23)
 
 
-def test_pickup_is_measured_by_the_devices_timer(bare: DaemonProcess, library: Path) -> None:
+def test_pickup_is_measured_by_the_devices_timer(bare: DaemonProcess, library: Library) -> None:
     with echo_on_device(bare, library):
         for _ in range(3):
             run(_one(bare))
@@ -126,7 +92,7 @@ def test_pickup_is_measured_by_the_devices_timer(bare: DaemonProcess, library: P
         assert "dataplane_clock_negative_total 0" in bare.get("/metrics")[1]
 
 
-def test_bad_bodies_free_their_slots(bare: DaemonProcess, engine: str, library: Path) -> None:
+def test_bad_bodies_free_their_slots(bare: DaemonProcess, engine: str, library: Library) -> None:
     async def ask() -> list[int | None]:
         async with connect(bare.address, bare.ca) as client:
             bad = [await client.submit([1, 60_000]) for _ in range(SLOTS + 1)]
@@ -142,7 +108,7 @@ def test_bad_bodies_free_their_slots(bare: DaemonProcess, engine: str, library: 
 
 @pytest.mark.parametrize("mode", ["tick", "persistent"])
 def test_many_at_once_are_served_or_refused(
-    bare: DaemonProcess, engine: str, library: Path, mode: str
+    bare: DaemonProcess, engine: str, library: Library, mode: str
 ) -> None:
     """More claims at once than the listener's ring has room for."""
 
@@ -169,15 +135,8 @@ def test_many_at_once_are_served_or_refused(
         check_claims(bare, engine, statuses[200])
 
 
-def hang(runtime: "subprocess.Popen[str]", says: str = "it hangs") -> None:
-    """Have it do what it was told to do at SIGUSR1 (`host_gpu.py`)."""
-    os.kill(runtime.pid, signal.SIGUSR1)
-    assert runtime.stdout is not None
-    assert first_line(runtime.stdout, 10) == f"{says}\n"
-
-
 def test_a_stuck_device_gives_503_within_a_second(
-    bare: DaemonProcess, engine: str, library: Path
+    bare: DaemonProcess, engine: str, library: Library
 ) -> None:
     async def ask() -> None:
         async with connect(bare.address, bare.ca) as client:
@@ -208,7 +167,7 @@ def test_a_stuck_device_gives_503_within_a_second(
 
 
 def test_a_stuck_kernel_of_the_model_ends_the_attachment(
-    bare: DaemonProcess, library: Path
+    bare: DaemonProcess, library: Library
 ) -> None:
     """Admission goes on beside it, so that requests are taken until the missing steps are seen."""
 
@@ -236,7 +195,7 @@ def test_a_stuck_kernel_of_the_model_ends_the_attachment(
 
 
 def test_a_device_stuck_for_one_protocol_is_for_the_other(
-    bare: DaemonProcess, library: Path
+    bare: DaemonProcess, library: Library
 ) -> None:
     """Each has a ring of its own, and the first to find out tells the other."""
 
@@ -266,7 +225,7 @@ async def _one(daemon: DaemonProcess) -> None:
         assert (result.status, result.token_ids) == (200, PROMPT)
 
 
-def test_a_runtime_that_is_killed_inside_a_kernel(bare: DaemonProcess, library: Path) -> None:
+def test_a_runtime_that_is_killed_inside_a_kernel(bare: DaemonProcess, library: Library) -> None:
     async def ask() -> None:
         async with connect(bare.address, bare.ca) as client:
             answer = await client.submit(PROMPT)
@@ -292,7 +251,7 @@ def test_a_runtime_that_is_killed_inside_a_kernel(bare: DaemonProcess, library: 
 
 @pytest.fixture(params=["tick", "persistent"])
 def slow(
-    request: pytest.FixtureRequest, bare: DaemonProcess, library: Path
+    request: pytest.FixtureRequest, bare: DaemonProcess, library: Library
 ) -> Iterator["subprocess.Popen[str]"]:
     with echo_on_device(bare, library, mode=request.param, program="slow_device.py") as runtime:
         yield runtime
@@ -366,7 +325,7 @@ def test_a_client_that_leaves_gives_its_slots_back(
 
 
 def test_an_end_that_does_not_wait_resets_what_is_running(
-    daemon: StartDaemon, engine: str, library: Path
+    daemon: StartDaemon, engine: str, library: Library
 ) -> None:
     flags = [] if engine == "pump" else ["--no-pump"]
     bare = daemon("--runtime=none", "--drain-timeout=0.3", *flags)
@@ -388,7 +347,7 @@ def test_an_end_that_does_not_wait_resets_what_is_running(
 
 
 def test_a_slow_reader_holds_no_slot_of_the_device(
-    daemon: StartDaemon, engine: str, library: Path
+    daemon: StartDaemon, engine: str, library: Library
 ) -> None:
     flags = [] if engine == "pump" else ["--no-pump"]
     bare = daemon("--runtime=none", "--idle-timeout=2", *flags)
@@ -405,7 +364,7 @@ def test_a_slow_reader_holds_no_slot_of_the_device(
         check_claims(bare, engine, 2)
 
 
-def test_the_pages_show_the_devices_slots(bare: DaemonProcess, library: Path) -> None:
+def test_the_pages_show_the_devices_slots(bare: DaemonProcess, library: Library) -> None:
     with echo_on_device(bare, library):
         run(_one(bare))
         bare.wait_idle()
@@ -415,7 +374,7 @@ def test_the_pages_show_the_devices_slots(bare: DaemonProcess, library: Path) ->
         assert sorted((row["generation"] - first) % 2**40 for row in rows)[-1] in (1, 2**40 - 1)
 
 
-def test_an_idle_device_runtime_sleeps(bare: DaemonProcess, library: Path) -> None:
+def test_an_idle_device_runtime_sleeps(bare: DaemonProcess, library: Library) -> None:
     def cpu_s(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

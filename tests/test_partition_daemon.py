@@ -8,42 +8,23 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-import gpu_programs
 import pytest
 from conftest import StartDaemon
-from daemon_process import Chosen, DaemonProcess, command, first_line, run, until, wait_until
+from daemon_process import DaemonProcess, command, first_line, run, until, wait_until
 from h3_client import h3_client, words
 from raw_runtime import MANIFEST, Puppet, manifest_line, raw_runtime, refusal
-from test_gpu_daemon import echo_on_device, hang
+from two_partitions import KEYS, TWO, ask, client, is_ready, tenants_file
 
-from dataplane.client import Client, ResetError, connect
+from dataplane.client import ResetError, connect
 from dataplane.errors import ResetCode
 from dataplane.prompt1 import Request, encode_request
 from dataplane.runtime import Finish, Manifest, attach
 
 SLOTS = 2
-KEYS = {"a": "alpha", "b": "beta"}
-
-
-def tenants_file(directory: Path, partitions: dict[str, str | None]) -> str:
-    """Write a file with one tenant for each partition; the flag that names it."""
-    lines = []
-    for name, partition in partitions.items():
-        lines += [f"[tenant-{name}]", f'key_sha256 = "{sha256(KEYS[name].encode()).hexdigest()}"']
-        if partition is not None:
-            lines.append(f'partition = "{partition}"')
-    path = directory / "tenants.toml"
-    path.write_text("\n".join(lines))
-    return f"--tenants={path}"
-
-
-TWO = ("--partition=a=0", "--partition=b=1")
 
 
 @pytest.fixture
@@ -60,10 +41,6 @@ def echoes(daemon: StartDaemon, tmp_path: Path) -> DaemonProcess:
     )
 
 
-def is_ready(daemon: DaemonProcess, partition: str) -> bool:
-    return daemon.get(f"/readyz?partition={partition}")[0] == 200
-
-
 @contextlib.contextmanager
 def runtime_in(daemon: DaemonProcess, partition: str) -> Iterator[Puppet]:
     """Attach to a partition until the end of the block; the daemon serves it meanwhile."""
@@ -76,22 +53,8 @@ def runtime_in(daemon: DaemonProcess, partition: str) -> Iterator[Puppet]:
     wait_until(f"{partition} is not served", lambda: not is_ready(daemon, partition))
 
 
-@contextlib.asynccontextmanager
-async def client(daemon: DaemonProcess) -> AsyncIterator[Client]:
-    async with connect(daemon.address, daemon.ca) as found:
-        yield found
-
-
 def states(daemon: DaemonProcess, partition: str) -> list[str]:
     return [row["state"] for row in daemon.slots() if row["partition"] == partition]
-
-
-async def ask(raw: Client, name: str) -> int | None:
-    """Ask an echo; the status."""
-    answer = await raw.submit([1], api_key=KEYS[name])
-    if answer.status == 200:
-        assert (await answer.result()).token_ids == [1]
-    return answer.status
 
 
 # Whose requests go where.
@@ -286,115 +249,6 @@ def test_a_rule_that_one_breaks_drops_it_alone(bare: DaemonProcess) -> None:
     with runtime_in(bare, "b"), runtime_in(bare, "a") as a:
         run(main(a))
     assert "it broke a rule" in bare.stderr
-
-
-# A device that hangs, or is slow, in one of them.
-
-
-@pytest.fixture(params=["pump", "aioquic"])
-def beside_a_device(
-    request: pytest.FixtureRequest, daemon: StartDaemon, tmp_path: Path
-) -> DaemonProcess:
-    """Two partitions, on each engine."""
-    without = request.param == "aioquic" and Chosen.engine != "aioquic"
-    return daemon(
-        "--runtime=none", *TWO, tenants_file(tmp_path, {"a": "a", "b": "b"}),
-        *(["--no-pump"] if without else []),
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which(gpu_programs.cxx()) is None:
-        pytest.skip("no C++ compiler here")
-    return gpu_programs.build_library(tmp_path_factory.mktemp("gpu"))
-
-
-@contextlib.contextmanager
-def echo_in_b(daemon: DaemonProcess) -> Iterator[None]:
-    arguments = ("--socket", str(daemon.socket), "--partition=b=1", "--slots=32")
-    with subprocess.Popen(
-        [sys.executable, "-m", "dataplane", "runtime", "echo", *arguments],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
-        try:
-            wait_until("b is served", lambda: is_ready(daemon, "b"))
-            yield
-        finally:
-            process.kill()
-
-
-@contextlib.asynccontextmanager
-async def hanging(
-    daemon: DaemonProcess, runtime: "subprocess.Popen[str]", protocol: Any
-) -> AsyncIterator[Client]:
-    """One connection for both keys, once the device of partition a hangs."""
-    await asyncio.to_thread(wait_until, "a is served", lambda: is_ready(daemon, "a"))
-    async with connect(daemon.address, daemon.ca, protocol=protocol) as both:
-        assert await ask(both, "a") == await ask(both, "b") == 200
-        await asyncio.to_thread(daemon.wait_idle)  # no kernel is there that could answer yet
-        await asyncio.to_thread(hang, runtime)
-        yield both
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("protocol", ["raw", "h3"])
-def test_a_device_that_hangs_in_one_holds_up_nobody_in_the_other(
-    beside_a_device: DaemonProcess, library: Path, protocol: str
-) -> None:
-    daemon = beside_a_device
-
-    async def main(runtime: "subprocess.Popen[str]") -> None:
-        async with hanging(daemon, runtime, protocol) as both:
-            stuck = [asyncio.create_task(both.submit([1], api_key="alpha")) for _ in range(3)]
-            await asyncio.sleep(0)  # they are sent first
-            others = [asyncio.create_task(ask(both, "b")) for _ in range(20)]
-            assert await asyncio.gather(*others) == [200] * 20
-            assert not any(one.done() for one in stuck)
-            refused = await asyncio.gather(*stuck)
-            assert {answer.status for answer in refused} == {503}
-            assert "does not answer" in refused[0].reason
-            assert await ask(both, "b") == 200
-
-    with echo_in_b(daemon):
-        with echo_on_device(daemon, library, "stuck", "a") as runtime:
-            run(main(runtime))
-            assert runtime.wait(20) == 1
-        assert is_ready(daemon, "b")
-        assert daemon.stderr.count("left a command unanswered") == 2  # the log, and why it ended
-        with echo_on_device(daemon, library, "stuck", "a"):
-            wait_until("a is served", lambda: is_ready(daemon, "a"))
-            run(_both_serve(daemon))
-        daemon.wait_idle()
-
-
-async def _both_serve(daemon: DaemonProcess) -> None:
-    async with client(daemon) as both:
-        assert await ask(both, "a") == await ask(both, "b") == 200
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("protocol", ["raw", "h3"])
-def test_a_slow_device_in_one_holds_up_nobody_in_the_other(
-    beside_a_device: DaemonProcess, library: Path, protocol: str
-) -> None:
-    daemon = beside_a_device
-
-    async def main(runtime: "subprocess.Popen[str]") -> None:
-        async with hanging(daemon, runtime, protocol) as both:
-            slow = asyncio.create_task(both.submit([1], api_key="alpha"))
-            await asyncio.sleep(0)  # it is sent first
-            others = [asyncio.create_task(ask(both, "b")) for _ in range(20)]
-            assert await asyncio.gather(*others) == [200] * 20
-            assert not slow.done()
-            await asyncio.to_thread(hang, runtime, "it goes on")
-            answer = await slow
-            assert answer.status == 200
-            assert (await answer.result()).token_ids == [1]
-
-    with echo_in_b(daemon), echo_on_device(daemon, library, "slow", "a") as runtime:
-        run(main(runtime))
-        daemon.wait_idle()
 
 
 # Attaching.
