@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dataplane.http3 import Http3, Sink
+from dataplane.http3 import Data, Fields, Http3, Sink
 from dataplane.pages import Page
 
 Pairs = list[tuple[bytes, bytes]]
@@ -44,30 +44,29 @@ class Recorder:
         return False
 
 
-class Answer(Sink):
-    """What a client makes of an answer."""
+class Heard(Sink):
+    """What came of a message that may have no fault."""
 
-    def __init__(self, data: bytes) -> None:
-        self.fields: Pairs = []
+    def __init__(self) -> None:
+        self.fields: Fields = {}
         self.body = b""
         self.ended = False
-        Http3(is_client=True).receive(0, data, True, self)
 
-    def on_headers(self, stream_id: int, fields: Any, length: int | None) -> bool:
-        self.fields = list(fields.items())
+    def on_headers(self, stream_id: int, fields: Fields, length: int | None) -> bool:
+        self.fields = fields
         return True
 
-    def on_data(self, stream_id: int, data: Any, start: int, end: int) -> bool:
+    def on_data(self, stream_id: int, data: Data, start: int, end: int) -> bool:
         self.body += data[start:end]
         return True
 
     def on_end(self, stream_id: int) -> None:
         self.ended = True
 
-    def on_trailers(self, stream_id: int, fields: Any) -> None:
+    def on_trailers(self, stream_id: int, fields: Fields) -> None:
         raise AssertionError(fields)
 
-    def on_interim(self, stream_id: int, fields: Any) -> None:
+    def on_interim(self, stream_id: int, fields: Fields) -> None:
         raise AssertionError(fields)
 
     def on_goaway(self, last_id: int) -> None:
@@ -78,3 +77,14 @@ class Answer(Sink):
 
     def on_connection_error(self, code: int, reason: str) -> None:
         raise AssertionError(reason)
+
+
+class Answer:
+    """What a client makes of an answer."""
+
+    def __init__(self, data: bytes) -> None:
+        heard = Heard()
+        Http3(is_client=True).receive(0, data, True, heard)
+        self.fields: Pairs = list(heard.fields.items())
+        self.body = heard.body
+        self.ended = heard.ended

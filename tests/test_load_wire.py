@@ -4,8 +4,9 @@ import struct
 
 import pytest
 from fake_daemon import INGRESS_US, refusal, verdict, whole_answer
+from http3_recorder import Heard
 
-from dataplane.http3 import Data, Fields, Http3, Sink, data_frame_header
+from dataplane.http3 import Http3, data_frame_header
 from dataplane.load.wire import Exchange, H3Dialogue, RawDialogue, dialogues, h3_request
 from dataplane.prompt1 import ProtocolError, encode_end, parse_request
 
@@ -75,41 +76,6 @@ def test_a_raw_answer_that_is_none_is_said(answer: bytes, words: str) -> None:
     for pieces in ([answer], [answer[:5], answer[5:]]):
         with pytest.raises(ProtocolError, match=words):
             take_all(pieces)
-
-
-class Heard(Sink):
-    """A server's ears."""
-
-    def __init__(self) -> None:
-        self.fields: Fields = {}
-        self.body = b""
-        self.ended = False
-
-    def on_headers(self, stream_id: int, fields: Fields, length: int | None) -> bool:
-        self.fields = fields
-        return True
-
-    def on_data(self, stream_id: int, data: Data, start: int, end: int) -> bool:
-        self.body += data[start:end]
-        return True
-
-    def on_end(self, stream_id: int) -> None:
-        self.ended = True
-
-    def on_trailers(self, stream_id: int, fields: Fields) -> None:
-        raise AssertionError(fields)
-
-    def on_interim(self, stream_id: int, fields: Fields) -> None:
-        raise AssertionError(fields)
-
-    def on_goaway(self, last_id: int) -> None:
-        raise AssertionError(last_id)
-
-    def on_message_error(self, stream_id: int, status: int, code: int, reason: str) -> None:
-        raise AssertionError(reason)
-
-    def on_connection_error(self, code: int, reason: str) -> None:
-        raise AssertionError(reason)
 
 
 def h3_answer(fields: dict[bytes, bytes], body: bytes) -> bytes:
