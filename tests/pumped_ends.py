@@ -277,6 +277,18 @@ class Wire:
             self.step()
         raise AssertionError("it never came true")
 
+    def comes_true(self, condition: Callable[[], Any], within: float) -> bool:
+        """Run until `condition` holds, or the clock has moved so far."""
+        end = self.now + within
+        self.act()
+        while not condition():
+            at = self._next_at()
+            if at is None or at > end:
+                self.now = max(self.now, end)
+                return False
+            self.step()
+        return True
+
     def run_for(self, seconds: float) -> None:
         """Run on until the clock has moved so far."""
         end = self.now + seconds

@@ -1,9 +1,9 @@
-"""How a handshake gets over a link that loses datagrams: by two of them a time-out."""
+"""How handshakes and answers get over a link that loses datagrams, in a clock of its own."""
 
 from pathlib import Path
 
 import pytest
-from pumped_ends import Wire, join
+from pumped_ends import Pumped, Wire, join
 
 KINDS = pytest.mark.parametrize("kinds", ["pumped-pumped", "plain-plain"])
 FIRST_PTO = 0.2  # twice the initial round trip (RFC 9002 section 6.2.2)
@@ -77,3 +77,48 @@ def test_a_handshake_without_loss_sends_nothing_twice(state_dir: Path, kinds: st
     wire.run_for(1.0)
     assert wire.sent[True] <= 5
     assert wire.sent[False] <= 5
+
+
+# ---------------------------------------------------------------- requests
+
+KEEP_ALIVE = 0.5  # a client pings so often while it waits
+
+
+def ping(wire: Wire) -> None:
+    client = wire.client
+    if isinstance(client, Pumped):
+        client.pump.ping(client.hand_over.handle)
+    else:
+        client.quic.send_ping(1)
+    wire.act()
+
+
+def ask(wire: Wire, within: float) -> float:
+    """How long a request takes from the first flight to the answer's end, in seconds."""
+    client, server = wire.client, wire.server
+    began = wire.now
+    wire.until(lambda: client.up)
+    stream = client.open(b"r" * 800, True)
+    answered = False
+
+    def is_answered() -> bool:
+        nonlocal answered
+        if not answered and stream in server.fins:
+            answered = True
+            server.send(stream, b"verdict", False)
+            wire.act()
+            server.send(stream, b"a" * 800, True)
+        return stream in client.fins
+
+    while not wire.comes_true(is_answered, KEEP_ALIVE):
+        assert wire.now - began < within
+        ping(wire)
+    return wire.now - began
+
+
+@pytest.mark.parametrize("kinds", ["plain-pumped", "pumped-pumped"])
+def test_requests_over_a_link_that_loses_a_third(state_dir: Path, kinds: str) -> None:
+    """Acknowledgements are lost too: whoever waits for them alone waits ever longer."""
+    link = {"loss": 0.3, "duplication": 0.1, "jitter": 0.01, "delay": 0.001}
+    times = [ask(join(state_dir, kinds, seed=seed, **link), within=5.0) for seed in range(300)]
+    assert sorted(times)[len(times) // 2] < 0.5
