@@ -82,7 +82,7 @@ class Daemon:
             {http_names.ALPN: generate, prompt1.ALPN: Prompt1(self._routes)},
             config.max_connections,
             config.handshake_timeout,
-            _engine(config),
+            _engine(config, self._routes),
         )
         generate.finish_pass = self.listener.finish_pass
         self._changed = asyncio.Event()
@@ -298,8 +298,8 @@ def _check_devices(config: "ServeConfig") -> None:
             )
 
 
-def _engine(config: "ServeConfig") -> Engine:
-    return SocketEngine() if config.no_pump else PumpEngine(config.busy_poll)
+def _engine(config: "ServeConfig", routes: Routes) -> Engine:
+    return SocketEngine() if config.no_pump else PumpEngine(config.busy_poll, routes.keys)
 
 
 def _transport(config: "ServeConfig", identity: Identity) -> QuicConfiguration:

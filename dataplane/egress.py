@@ -43,7 +43,8 @@ class Egress:
         there.
         on_broken: Called with the rule that the runtime broke.
         is_broken: Whether it broke one; nothing of it is looked at any more.
-        hold_s: Smoothed time that a request holds its slot, in seconds, for retry-after.
+        hold_s: Smoothed time that a request holds its slot, in seconds, for retry-after, and of how
+            many requests that is (`ended_count`).
     """
 
     def __init__(self, stats: Stats) -> None:
@@ -51,6 +52,7 @@ class Egress:
         self.table: SlotTable | None = None
         self.unanswered: list[Exchange] = []
         self.hold_s = 0.0
+        self.ended_count = 0
         self.is_broken = False
         self.on_broken: Callable[[str], None] = lambda why: None
         self._held: dict[Exchange, float] = {}  # until when; inf: until the runtime is done
@@ -291,3 +293,4 @@ class Egress:
             self._held.pop(exchange, None)
         held = self.stats.now - exchange.started
         self.hold_s += (held - self.hold_s) * (_HOLD_WEIGHT if self.hold_s else 1.0)
+        self.ended_count += 1

@@ -12,6 +12,7 @@ slot table go out.
 import math
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from dataplane import refusals
@@ -24,7 +25,7 @@ from dataplane.latency import MOST_US, Series
 from dataplane.manifest import DEFAULT_PARTITION
 from dataplane.prompt1 import Request
 from dataplane.slots import BAD_TOKEN, FULL, OVERFLOW, PENDING, SHORT, UNANSWERED, Finish
-from dataplane.stats import Stats
+from dataplane.stats import Stats, joint_hold_s
 from dataplane.table import Answer, SlotTable
 
 _QUEUE = int(Series.QUEUE)
@@ -39,6 +40,7 @@ class Routes(Protocol):
     Attributes:
         home: Keeps what is not known to be anybody's yet: headers that are not whole.
         sole: Admits every request, whatever its key; None where a key decides.
+        keys: Who admits, by the SHA-256 of a key; None where none is asked for.
     """
 
     stats: Stats
@@ -47,6 +49,8 @@ class Routes(Protocol):
     def home(self) -> "Ingress": ...
     @property
     def sole(self) -> "Ingress | None": ...
+    @property
+    def keys(self) -> "Mapping[bytes, Ingress] | None": ...
     def of(self, key: bytes | None) -> "Ingress | Refusal":
         """Return who admits the requests of this key, or why nobody does."""
 
@@ -64,7 +68,11 @@ class Ingress:
         max_writing: Slots that one connection may hold in WRITING.
         asking: The requests whose claims a device has not answered.
         deadlines: What is waited for no longer than it may be.
+        raw: Gives the `struct dp_raw_stats` of this partition's where the pump serves some.
+        keys: None: as `Routes` it asks for no key.
     """
+
+    keys = None
 
     def __init__(
         self,
@@ -86,6 +94,7 @@ class Ingress:
         self._configured_max_writing = max_writing
         self.max_writing = 0
         self.is_alone = True
+        self.raw: Callable[[], Any] | None = None
         self._null = False
         self._exchanges: list[Exchange] = []
         self._next_id = secrets.randbits(63) or 1
@@ -244,6 +253,7 @@ class Ingress:
         held = connection.writing
         if held >= self.max_writing and not self.is_alone:
             held = sum(one.writing and one.connection is connection for one in self._exchanges)
+            held += connection.writing_in_pump(self)
         if held < self.max_writing:
             return None
         return refusals.capped(held, self.retry_after_ms())
@@ -440,7 +450,8 @@ class Ingress:
 
     def retry_after_ms(self) -> int:
         """Return when a slot may be free: the time that a request holds one, over their number."""
-        held_s = self.stats.held_s(self.egress.hold_s)
+        raw = self.raw() if self.raw is not None else None
+        held_s = joint_hold_s(self.egress.hold_s, self.egress.ended_count, raw)
         if not held_s or self.table is None:
             return refusals.RETRY_MS
         expected = held_s * 1000 / self.table.region.slots

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from dataplane._native import lib
 from dataplane.errors import UsageError
 from dataplane.gpus import MIG_MOST, Device, Gpus
 
+PARTITIONS_MAX: int = lib.DP_RAW_PARTITIONS
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _INDEX = re.compile(r"[0-9]{1,3}")
 _DIGITS = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
@@ -96,7 +98,7 @@ def parse_partitions(texts: Iterable[str]) -> tuple[Partition, ...]:
     """Read several, of which no two may share a name or a device.
 
     Raises:
-        UsageError: One is wrong, or two collide.
+        UsageError: One is wrong, two collide, or there are too many.
     """
     found: list[Partition] = []
     for text in texts:
@@ -111,6 +113,8 @@ def parse_partitions(texts: Iterable[str]) -> tuple[Partition, ...]:
                     " two",
                 )
         found.append(partition)
+    if len(found) > PARTITIONS_MAX:
+        raise UsageError(f"--partition: there are {len(found)}; at most {PARTITIONS_MAX} can be")
     return tuple(found)
 
 

@@ -74,6 +74,7 @@ class Refused(NamedTuple):
     b: int
     n_tokens: int
     queue_us: int
+    partition: int
 
 
 _REFUSED = struct.Struct("<QIIIIII")
@@ -81,7 +82,7 @@ _REFUSED = struct.Struct("<QIIIIII")
 
 def parse_refused(body: bytes) -> Refused:
     """Read the body of a REFUSED event."""
-    return Refused(*_REFUSED.unpack_from(body)[:6])
+    return Refused(*_REFUSED.unpack_from(body))
 
 
 def path_of(address: tuple[Any, ...]) -> bytes:
@@ -289,6 +290,16 @@ class Pump:
 
     def on_timer(self, connection: int, now: int) -> None:
         lib.dp_pump_on_timer(self.native, connection, now)
+
+    # The raw front.
+
+    def set_keys(self, partitions: Mapping[bytes, int]) -> None:
+        """Serve who has a key with one of these SHA-256 from the slots of its partition."""
+        failed = lib.dp_raw_set_keys(
+            self.native, b"".join(partitions), list(partitions.values()), len(partitions)
+        )
+        if failed:
+            raise MemoryError("no memory for the API keys")
 
     # The thread.
 

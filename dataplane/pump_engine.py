@@ -2,12 +2,15 @@
 
 The thread serves `prompt/1` whole, apart from refusals in words, and carries HTTP/3's streams. To
 Python come datagrams of handshakes and strangers, frames of the control plane, and stream events;
-each pass ends with what Python has to say, on all connections at once.
+each pass ends with what Python has to say, on all connections at once. Where a key decides whose
+slots a request gets, the thread knows the keys as well.
 """
 
 import asyncio
 import socket
 import time
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aioquic.quic.connection import QuicConnection
@@ -17,6 +20,7 @@ from dataplane._native import ffi, lib
 from dataplane.cores import give_core
 from dataplane.device_table import ANSWER_MS, DeviceTable
 from dataplane.errors import Refusal, ResetCode
+from dataplane.ingress import Ingress
 from dataplane.pump import PATH_BYTES, Event, Pump, Refused
 from dataplane.pumped import PumpedConnection
 from dataplane.region import Region
@@ -47,19 +51,25 @@ class _Socket:
 class PumpEngine:
     """What a `Listener` runs on (`dataplane.listener.Engine`).
 
+    Args:
+        keys: Who admits, by the SHA-256 of an API key; None where none is asked for.
+
     Attributes:
         pump: The packet pump.
     """
 
-    def __init__(self, busy_poll: bool = False) -> None:
+    def __init__(
+        self, busy_poll: bool = False, keys: Mapping[bytes, Ingress] | None = None
+    ) -> None:
         self.pump = Pump()
         self._busy_poll = busy_poll
+        self._keys = keys
+        self._ingresses: tuple[Ingress, ...] = ()
         self._listener: Listener | None = None
         self._sockets: list[_Socket] = []
         self._by_handle: dict[int, PumpedConnection] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._vocab_size = 0
-        self._serves_raw = False
+        self._vocab_sizes: dict[int, int] = {}  # by partition, where raw requests are served
         self._taken = ffi.new("uint8_t[]", pump.TAKE_BYTES)
         self._view = memoryview(ffi.buffer(self._taken))
         self._dispatching = False
@@ -69,17 +79,27 @@ class PumpEngine:
     def start(self, listener: "Listener", sockets: list[socket.socket]) -> None:
         """Serve these sockets on the running loop."""
         native = self.pump
-        self._listener = listener
         self._loop = asyncio.get_running_loop()
-        stats = listener.stats
-        stats.raw = lambda: lib.dp_raw_stats(native.native)
-        stats.loop = native.loop_stats
+        self._serve(listener)
+        listener.stats.loop = native.loop_stats
         for sock in sockets:
             self._sockets.append(_Socket(native, native.listen(sock.fileno())))
         native.start_thread(self._busy_poll)
         if self._busy_poll:
             give_core(native.thread())
         self._loop.add_reader(native.fd(), self._readable)
+
+    def _serve(self, listener: "Listener") -> None:
+        """Let the raw front know the partitions, and who may have which."""
+        native = self.pump.native
+        self._listener = listener
+        self._ingresses = listener.ingresses
+        listener.stats.raw = lambda: lib.dp_raw_stats(native)
+        for number, ingress in enumerate(self._ingresses):
+            ingress.raw = partial(lib.dp_raw_partition_stats, native, number)
+        if self._keys is not None:
+            numbers = {ingress: number for number, ingress in enumerate(self._ingresses)}
+            self.pump.set_keys({digest: numbers[of] for digest, of in self._keys.items()})
 
     def stop(self) -> None:
         """Leave the sockets, which are not closed."""
@@ -151,9 +171,10 @@ class PumpEngine:
             at_ns = event.at_ns or time.time_ns()
             listener.deliver(self._sockets[event.number], data, path, now, at_ns)
         elif event.kind == pump.BROKEN:
-            listener.ingresses[0].egress.on_broken(event.body.decode("utf-8", "replace"))
+            broken = self._ingresses[event.number]
+            broken.egress.on_broken(event.body.decode("utf-8", "replace"))
         elif event.kind == pump.STUCK:
-            table = listener.ingresses[0].table
+            table = self._ingresses[event.number].table
             if isinstance(table, DeviceTable):
                 table.give_up()
 
@@ -182,15 +203,24 @@ class PumpEngine:
         """Break off an answer of the raw front's that nobody reads; False: it is not its."""
         return bool(lib.dp_raw_unread(self.pump.native, handle, stream_id, _SLOW_READER))
 
-    def writing(self, handle: int) -> int:
-        """Count the slots that a connection holds in WRITING through the raw front."""
-        return int(lib.dp_raw_writing(self.pump.native, handle))
+    def writing(self, handle: int, ingress: Ingress | None = None) -> int:
+        """Count a connection's slots in WRITING through the raw front, in one partition or all."""
+        native = self.pump.native
+        if ingress is None:
+            return int(lib.dp_raw_writing(native, handle))
+        return int(lib.dp_raw_writing_in(native, handle, self._ingresses.index(ingress)))
+
+    def admitter(self, refused: Refused) -> Ingress | None:
+        """Return who would have admitted a request that the raw front gave up, if that is known."""
+        if refused.why == lib.DP_WHY_HEADER_LATE:
+            return None
+        return self._ingresses[refused.partition]
 
     def refusal(self, refused: Refused) -> Refusal:
         """Return in words why the raw front gave a request up."""
         why, a, b = refused.why, refused.a, refused.b
         if why == lib.DP_WHY_BAD_TOKEN:
-            return refusals.bad_token(a, b, self._vocab_size)
+            return refusals.bad_token(a, b, self._vocab_sizes[refused.partition])
         if why == lib.DP_WHY_OVERFLOW:
             return refusals.too_long(refused.n_tokens)
         if why == lib.DP_WHY_SHORT:
@@ -201,34 +231,32 @@ class PumpEngine:
             return refusals.header_late(a)
         if why == lib.DP_WHY_STUCK:
             return refusals.stuck()
-        assert self._listener is not None
-        ends = self._listener.ingresses[0].draining
+        ends = self._ingresses[refused.partition].draining
         return refusals.draining() if ends else refusals.lost()
 
     # The raw front's slots.
 
-    def attach(self, region: Region, max_writing: int, body_timeout: float, null: bool) -> None:
-        """Serve raw requests from these slots."""
+    def attach(self, ingress: Ingress, region: Region, null: bool) -> None:
+        """Serve a partition's raw requests from these slots."""
+        number = self._ingresses.index(ingress)
         config = ffi.new("struct dp_raw_config *")
+        config.partition = number
         config.owner = OWNER
         config.first, config.count = 0, region.slots
-        config.max_writing = max_writing
+        config.max_writing = ingress.max_writing
         config.null = null
-        config.body_timeout = int(body_timeout * 1e9)
+        config.body_timeout = int(ingress.deadlines.body_timeout * 1e9)
         config.answer_timeout = ANSWER_MS * 1_000_000
-        self._vocab_size = region.vocab_size
-        assert self._listener is not None
+        self._vocab_sizes[number] = region.vocab_size
         if lib.dp_raw_attach(self.pump.native, region.native, config, refusals.BUSY.encode()):
             raise MemoryError("no memory for the raw front")
-        self._serves_raw = True
-        self._listener.stats.latency.add(lib.dp_raw_latency(self.pump.native))
+        ingress.stats.latency.add(lib.dp_raw_latency(self.pump.native))
 
-    def detach(self) -> None:
-        """The runtime is gone; nothing of its region is touched any more."""
-        if self._serves_raw:
-            self._serves_raw = False
-            lib.dp_raw_detach(self.pump.native, int(ResetCode.RUNTIME_LOST))
-            self._catch_up()
+    def detach(self, ingress: Ingress) -> None:
+        """A partition's runtime is gone; nothing of its region is touched any more."""
+        number = self._ingresses.index(ingress)
+        lib.dp_raw_detach(self.pump.native, number, int(ResetCode.RUNTIME_LOST))
+        self._catch_up()
 
     def drain(self) -> None:
         """Take no more raw requests."""
@@ -236,9 +264,8 @@ class PumpEngine:
 
     def end_all(self, code: ResetCode) -> None:
         """End the raw requests that are in flight."""
-        if self._serves_raw:
-            lib.dp_raw_end_all(self.pump.native, int(code))
-            self._catch_up()
+        lib.dp_raw_end_all(self.pump.native, int(code))
+        self._catch_up()
 
     def _catch_up(self) -> None:
         """Refuse in words what was just given up, before anything else happens."""

@@ -16,6 +16,7 @@ from dataplane import quic as private
 from dataplane.connection import Connection, Owner
 from dataplane.errors import Refusal
 from dataplane.hand_over import HandOver
+from dataplane.ingress import Ingress
 from dataplane.pump import Event, Pump, Refused, parse_refused
 
 _SERVERS_UNI = 3  # the low bits of a unidirectional stream of this side's
@@ -31,7 +32,8 @@ class Pumps(Protocol):
     def left(self, handle: int) -> None: ...
     def refusal(self, refused: Refused) -> Refusal: ...
     def break_off(self, handle: int, stream_id: int) -> bool: ...
-    def writing(self, handle: int) -> int: ...
+    def admitter(self, refused: Refused) -> Ingress | None: ...
+    def writing(self, handle: int, ingress: Ingress | None = None) -> int: ...
 
 
 class PumpedConnection(Connection):
@@ -76,6 +78,9 @@ class PumpedConnection(Connection):
     @writing.setter
     def writing(self, count: int) -> None:
         self._own = count - self._in_pump
+
+    def writing_in_pump(self, ingress: Ingress) -> int:
+        return self._engine.writing(self.hand_over.handle, ingress)
 
     # In.
 
@@ -166,6 +171,7 @@ class PumpedConnection(Connection):
             self._engine.refusal(refused),
             bool(event.flags),
             refused.queue_us,
+            self._engine.admitter(refused),
         )
 
     # Out.

@@ -89,12 +89,7 @@ class Served:
         self.ingress.attach(table, null)
         if isinstance(table, DeviceTable):
             table.on_dead = self._gave_up
-        if self._generate.routes.sole is not None:
-            # Where a key decides, which the raw front in C does not read, it stays without slots,
-            # so its requests come to Python's.
-            self._listener.engine.attach(
-                region, self.ingress.max_writing, self._config.body_timeout, null
-            )
+        self._listener.engine.attach(self.ingress, region, null)
 
     # The runtime comes and goes.
 
@@ -124,8 +119,7 @@ class Served:
             self._supervisor.lost(attachment.pid)
         if attachment.ready:
             self._listener.unwatch_output(self.ingress)
-            if self._generate.routes.sole is not None:
-                self._listener.engine.detach()
+            self._listener.engine.detach(self.ingress)
             self.ingress.detach("the runtime is gone; another one is expected")
             self._listener.finish_pass()
 

@@ -79,20 +79,6 @@ class Stats:
         in_flight = claimed - completed - cancelled - failed
         return Counts(answers, claimed, completed, cancelled, failed, in_flight, negative, dropped)
 
-    def held_s(self, own_s: float) -> float:
-        """Return the smoothed time that a request holds its slot, whoever served it, in seconds.
-
-        Args:
-            own_s: That of the requests which Python served.
-        """
-        if self.raw is None:
-            return own_s
-        raw = self.raw()
-        if not raw.hold_s or not own_s:
-            return float(raw.hold_s or own_s)
-        share = raw.claimed / (raw.claimed + self.claimed)
-        return float(share * raw.hold_s + (1 - share) * own_s)
-
     def begin_pass(self, now: float) -> None:
         """Set the time that this pass counts with."""
         self.now = now
@@ -117,6 +103,21 @@ class Stats:
             "cancelled": counts.cancelled,
             "failed": counts.failed,
         }
+
+
+def joint_hold_s(own_s: float, own_count: int, raw: Any | None) -> float:
+    """Return the smoothed time that a request holds its slot, whoever served it, in seconds.
+
+    Args:
+        own_s, own_count: That of the requests which Python served, and their number.
+        raw: `struct dp_raw_stats` of the same slots, if the pump serves them too.
+    """
+    if raw is None or not raw.hold_s:
+        return own_s
+    if not own_s:
+        return float(raw.hold_s)
+    share = raw.claimed / (raw.claimed + own_count)
+    return float(share * raw.hold_s + (1 - share) * own_s)
 
 
 def cpu_s() -> float:

@@ -44,13 +44,15 @@ class KeyedRoutes:
         self.stats: Stats = self.home.stats
         for ingress in ingresses.values():
             ingress.is_alone = len(ingresses) == 1
-        self._by_key = {digest: ingresses[name] for digest, name in tenants.items()}
+        self.keys: Mapping[bytes, Ingress] = {
+            digest: ingresses[name] for digest, name in tenants.items()
+        }
 
     def of(self, key: bytes | None) -> Ingress | Refusal:
         """Return who admits the requests of this key; 401 without one that is known."""
         if not key:
             return NO_KEY
-        return self._by_key.get(sha256(key).digest(), UNKNOWN_KEY)
+        return self.keys.get(sha256(key).digest(), UNKNOWN_KEY)
 
 
 def read(path: Path, partitions: Sequence[str]) -> dict[bytes, str]:

@@ -12,8 +12,8 @@ from cffi import FFI
 HERE = Path(__file__).resolve().parent
 # In the order in which each may use those before it.
 HEADERS = (
-    "slots.h", "region.h", "tokens.h", "udp.h", "attach.h", "latency.h", "http3.h", "whole.h",
-    "gpu/ring.h",
+    "slots.h", "region.h", "tokens.h", "udp.h", "attach.h", "latency.h", "keys.h", "http3.h",
+    "whole.h", "gpu/ring.h",
     "gpu/commands.h", "gpu/device.h", "gpu/turn.h", "gpu/driver.h", "gpu/admission_loop.h",
     "quic/hand_over.h",
     "pump/pump.h", "pump/loop.h", "pump/prompt1.h", "pump/raw.h", "pump/load.h",

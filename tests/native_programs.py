@@ -39,6 +39,7 @@ _RAW = (
     "region",
     "tokens",
     "latency",
+    "keys",
     "pump/raw",
     "pump/raw_in",
     "pump/raw_out",
@@ -69,6 +70,7 @@ SOURCES = {
     "raw_ends": _RAW,
     "raw_out": _RAW,
     "raw_device": _RAW,
+    "raw_keys": _RAW,
     "ranges": ("quic/ranges", "quic/pool"),
     "sending": ("quic/streams", "quic/ranges", "quic/pool"),
     "recovery": _RECOVERY,
@@ -180,6 +182,7 @@ SANITIZED = {
         Run("raw_ends", 1),
         Run("raw_out", 3),
         Run("raw_device", 1),
+        Run("raw_keys", 1),
     ),
 }
 

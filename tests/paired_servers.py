@@ -1,4 +1,4 @@
-"""A daemon's connection in memory, from the packets inwards, on a region of its own.
+"""A daemon's connection in memory, from the packets inwards, on regions of its own.
 
 `Server` is the reference (aioquic and Python), `Pumped` the packet pump. The client makes the
 handshake with aioquic; from then on a `Hand` speaks for it. A puppet takes what is ready and
@@ -8,6 +8,7 @@ answers as it is told. No socket, no thread, no sleep.
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,21 +24,24 @@ from dataplane._native import ffi, lib
 from dataplane.connection import Connection, StreamFront
 from dataplane.fronts.prompt1 import Prompt1
 from dataplane.identity import load_identity
-from dataplane.ingress import Ingress
+from dataplane.ingress import Ingress, Routes
 from dataplane.manifest import Manifest
-from dataplane.prompt1 import ALPN
+from dataplane.prompt1 import ALPN, API_KEY_MAX
 from dataplane.pump import path_of
 from dataplane.pump_engine import LISTENERS, PumpEngine
 from dataplane.pumped import PumpedConnection
-from dataplane.region import create_region
+from dataplane.region import Region, create_region
 from dataplane.slots import State
 from dataplane.stats import Counts, Stats
 from dataplane.table import HostTable
+from dataplane.tenants import KeyedRoutes
 
 CLIENT = path_of(("127.0.0.1", 50_000))
 SERVER = path_of(("127.0.0.2", 4433))
 SLOTS, CONTEXT, MAX_OUTPUT, VOCAB = 4, 2048, 64, 50_000
 BODY_TIMEOUT = 5.0
+PARTITIONS = ("a", "b")
+KEYS = {b"alpha": "a", b"x" * API_KEY_MAX: "a", b"beta": "b"}
 _IDLE_TIMEOUT_S = 100_000.0
 # The kernel's clock is ahead, so that no time that passes here counts as waiting there: deadlines
 # hang on the tests' clock alone, and whatever would be measured is counted as having gone back.
@@ -47,7 +51,8 @@ _AHEAD_NS = 3600 * 10**9
 class Job:
     """A request that the puppet took."""
 
-    def __init__(self, native: Any, slot: int, generation: int) -> None:
+    def __init__(self, partition: int, native: Any, slot: int, generation: int) -> None:
+        self.partition = partition
         self._handle = (native, slot, generation)
         self._request = native.requests[slot]
         self.number = int(self._request.request_id)
@@ -59,8 +64,8 @@ class Job:
         """Everything that the listener wrote, without its time."""
         request = self._request
         return (
-            self.slot, ids(self.number), request.n_tokens, request.max_output, request.top_k,
-            request.seed, request.temperature, request.top_p, self.prompt,
+            self.partition, self.slot, ids(self.number), request.n_tokens, request.max_output,
+            request.top_k, request.seed, request.temperature, request.top_p, self.prompt,
         )  # fmt: skip
 
     @property
@@ -87,42 +92,91 @@ class _Engine(PumpEngine):
     """The pump without a thread or sockets; raw requests are its own."""
 
     def start_in_memory(self, listener: Any) -> None:
-        self._listener = listener
-        listener.stats.raw = lambda: lib.dp_raw_stats(self.pump.native)
+        self._keys = listener.routes.keys
+        self._serve(listener)
 
 
 class Server:
-    """A daemon's connection on a region of its own, and the client's end.
+    """A daemon's connection on regions of its own, and the client's end.
+
+    Args:
+        keyed: Whether there are two partitions, and a request's key (`KEYS`) says whose it is.
 
     Attributes:
         lazy: Whether Python hears of the pump's events only at the end of a pass.
+        regions: Of each partition.
     """
 
     pumped = False
 
-    def __init__(self, state_dir: Path, now: float, max_writing: int, lazy: bool = False) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        now: float,
+        max_writing: int,
+        lazy: bool = False,
+        keyed: bool = False,
+    ) -> None:
         self.now = now
         self.lazy = lazy
         self.stats = Stats()
-        self.ingress = Ingress(self.stats, BODY_TIMEOUT, max_writing)
-        self.fronts: dict[str, StreamFront] = {ALPN: Prompt1(self.ingress)}
-        manifest = Manifest(
-            model="twin", slots=SLOTS, context=CONTEXT, max_output=MAX_OUTPUT, vocab_size=VOCAB
-        )
-        self.region = create_region(manifest, 1, listeners=LISTENERS)
+        names = PARTITIONS if keyed else PARTITIONS[:1]
+        self.ingresses = tuple(Ingress(self.stats, BODY_TIMEOUT, max_writing, of) for of in names)
+        self.routes: Routes = self.ingresses[0]
+        if keyed:
+            tenants = {sha256(key).digest(): name for key, name in KEYS.items()}
+            by_name = dict(zip(names, self.ingresses, strict=True))
+            self.routes = KeyedRoutes(by_name, tenants)
+        self.fronts: dict[str, StreamFront] = {ALPN: Prompt1(self.routes)}
         self.engine: _Engine | None = None
         if self.pumped:
             self.engine = _Engine()
             self.engine.start_in_memory(self)
-        self.ingress.attach(HostTable(self.region))
-        if self.engine is not None:
-            self.engine.attach(self.region, max_writing, BODY_TIMEOUT, False)
+        self.regions: list[Region] = []
+        self._attachments = 0
+        for ingress in self.ingresses:
+            self.regions.append(self.attach(ingress))
         self._client, self.connection = self._ends(state_dir)
         self.timer: float | None = None
         self.out: list[bytes] = []
         self.taken: list[Job] = []
         self._handshake()
         self.hand = Hand(self._client)
+
+    # The runtimes.
+
+    @property
+    def region(self) -> Region:
+        """That of the only partition."""
+        (only,) = self.regions
+        return only
+
+    def attach(self, ingress: Ingress) -> Region:
+        """Serve a partition from a new region; the second one's slots have room for more."""
+        of = self.ingresses.index(ingress)
+        manifest = Manifest(
+            model="twin", slots=SLOTS, context=CONTEXT + 10 * of, max_output=MAX_OUTPUT + of,
+            vocab_size=VOCAB + 1000 * of,
+        )  # fmt: skip
+        self._attachments += 1
+        region = create_region(manifest, self._attachments, listeners=LISTENERS)
+        ingress.attach(HostTable(region))
+        if self.engine is not None:
+            self.engine.attach(ingress, region, False)
+        return region
+
+    def lose(self, partition: int) -> None:
+        """A partition's runtime is gone, and what its puppet had with it."""
+        ingress = self.ingresses[partition]
+        if self.engine is not None:
+            self.engine.detach(ingress)
+        ingress.detach("the runtime is gone")
+        for job in self.taken:
+            job.over = job.over or job.partition == partition
+
+    def regain(self, partition: int) -> None:
+        """Another runtime attached there."""
+        self.regions[partition] = self.attach(self.ingresses[partition])
 
     # The two ends, and the listener's part.
 
@@ -182,10 +236,12 @@ class Server:
                 self._dispatch()
         self._fire()
         self._dispatch()
-        self.ingress.on_deadline(self.now)
+        for ingress in self.ingresses:
+            ingress.on_deadline(self.now)
         if puppet is not None:
             puppet()
-        self.ingress.egress.flush()
+        for ingress in self.ingresses:
+            ingress.egress.flush()
         self.timer = self.connection.transmit(self.now, self._queue)
         self._build()
 
@@ -197,13 +253,14 @@ class Server:
             self.connection.handle_timer(self.now)
 
     def next_at(self) -> float | None:
-        times = [self.timer, self.ingress.next_deadline()]
+        times = [self.timer, *(ingress.next_deadline() for ingress in self.ingresses)]
         return min((at for at in times if at is not None), default=None)
 
     # What is compared.
 
     def states(self) -> list[str]:
-        return [State(word & 0xFF).name for word in self.region.native.states[0:SLOTS]]
+        words = [word for region in self.regions for word in region.native.states[0:SLOTS]]
+        return [State(word & 0xFF).name for word in words]
 
     def counts(self) -> Counts:
         return self.stats.counts()
@@ -216,11 +273,12 @@ class Server:
 
     def take(self) -> list[Job]:
         """Take every READY slot; `taken` has all that ever were."""
-        native, generation = self.region.native, ffi.new("uint64_t *")
+        generation = ffi.new("uint64_t *")
         fresh = [
-            Job(native, slot, generation[0])
+            Job(partition, region.native, slot, generation[0])
+            for partition, region in enumerate(self.regions)
             for slot in range(SLOTS)
-            if lib.dp_take(native, slot, generation) >= 0
+            if lib.dp_take(region.native, slot, generation) >= 0
         ]
         self.taken += fresh
         return fresh
@@ -263,7 +321,8 @@ class Pumped(Server):
 
     def close(self) -> None:
         assert self.engine is not None
-        self.engine.detach()
+        for ingress in self.ingresses:
+            self.engine.detach(ingress)
 
     def conn_stats(self) -> Any:
         """`struct dp_conn_stats`."""

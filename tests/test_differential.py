@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from hand import PACKET_ROOM, Frame
-from paired_servers import BODY_TIMEOUT, CONTEXT, MAX_OUTPUT, VOCAB, Server
+from paired_servers import BODY_TIMEOUT, CONTEXT, KEYS, MAX_OUTPUT, VOCAB, Server
 from twins import Twins
 
+from dataplane.errors import ResetCode
 from dataplane.prompt1 import Request, encode_request
 
 STOP, LENGTH, ERROR = 1, 2, 4
@@ -55,7 +56,9 @@ class Maker:
         count = self.random.choice([1, 2, 3, 7, self.random.randint(1, 700), CONTEXT])
         fields = self._fields()
         header = encode_request(Request(count, width, **fields))
-        if self.chance(0.2):
+        if self.twins.keyed:
+            header = self._with_keys(header)
+        elif self.chance(0.2):
             header = self._extended(header)
         ids = [self.random.randrange(min(VOCAB, 65536)) for _ in range(count)]
         if kind == "token":
@@ -93,6 +96,29 @@ class Maker:
         kind = self.random.choice([1, 2, 9])
         extension = struct.pack("<HH", kind, len(value)) + value
         return header[:4] + struct.pack("<H", 48 + len(extension)) + header[6:] + extension
+
+    def _with_keys(self, header: bytes) -> bytes:
+        """A header with a key, mostly one that is known; some have others, or more than one, or are
+        not in order behind it."""
+        kinds = ["known", "unknown", "none", "several", "spoilt"]
+        kind = self.random.choices(kinds, [14, 2, 2, 4, 2])[0]
+        keys = [*KEYS]
+        if kind == "none":
+            extensions = self.random.choice([[], [(1, b"")], [(2, b"alpha")], [(257, b"beta")]])
+        elif kind == "unknown":
+            unknown = [b"gamma", b"alpha\0", b"alph", b"x" * 4000, b"\0"]
+            extensions = [(1, self.random.choice(unknown))]
+        elif kind == "several":
+            others = [(1, b"gamma"), (1, b""), (2, b"beta"), (0xFFFF, b"x" * 300)]
+            known = [(1, key) for key in keys if len(key) < 100]
+            extensions = self.random.sample(others + known, self.random.randint(2, 4))
+        else:
+            extensions = [(1, self.random.choice(keys))]
+        tail = b"".join(struct.pack("<HH", kind, len(value)) + value for kind, value in extensions)
+        if kind == "spoilt":
+            tail = self.random.choice([tail[:-1], tail + b"\1\0\5", tail[:5], tail[:4]])
+            tail = tail[: 4096 - 48]
+        return header[:4] + struct.pack("<H", 48 + len(tail)) + header[6:] + tail
 
     def _spoilt(self, header: bytes) -> bytes:
         """A header with one mistake in it."""
@@ -248,7 +274,7 @@ def settle(twins: Twins, streams: Sequence[int]) -> None:
     twins.check_answers(streams)
     twins.check_counts()
     for server in twins.servers:
-        assert server.states() == ["FREE"] * 4
+        assert set(server.states()) == {"FREE"}
         assert server.writing() == 0
         assert server.counts().in_flight == 0
     # Whoever was stopped, or late, breaks off: both sides of every stream are over then.
@@ -263,6 +289,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "later": {"lazy": True},  # Python hears of things at the end of a pass
     "later-lossy": {"lazy": True, "loss": 0.3},
     "capped": {"max_writing": 2},
+    "keyed": {"keyed": True},
+    "keyed-lossy": {"keyed": True, "loss": 0.3, "lazy": True},
+    "keyed-capped": {"keyed": True, "max_writing": 2},
 }
 
 
@@ -273,9 +302,19 @@ def play_cases(state_dir: Path, cases: range, kind: str) -> None:
         with contextlib.closing(Twins(state_dir, seed=first, **options)) as twins:
             for case in range(first, min(first + _CASES_A_CONNECTION, cases.stop)):
                 try:
-                    settle(twins, play(twins, Maker(case, twins, alone=kind == "capped")))
+                    settle(twins, play(twins, Maker(case, twins, alone="capped" in kind)))
                 except AssertionError as error:
                     raise AssertionError(f"{kind}, case {case}: {error}") from error
+            check_who_served(twins)
+
+
+def check_who_served(twins: Twins) -> None:
+    """With the pump, requests are admitted in C, to every partition."""
+    _, pumped = twins.servers
+    assert pumped.stats.claimed == 0
+    for ingress in pumped.ingresses:
+        assert ingress.raw is not None
+        assert ingress.raw().claimed > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -306,7 +345,7 @@ def settle_quickly(twins: Twins, stream: int) -> None:
     twins.check_answers([stream])
     twins.check_counts()
     for server in twins.servers:
-        assert server.states() == ["FREE"] * 4
+        assert set(server.states()) == {"FREE"}
 
 
 def whole_request(twins: Twins, width: int) -> bytes:
@@ -418,3 +457,78 @@ def test_streams_come_back_as_they_end(state_dir: Path) -> None:
             twins.deliver([frames])
             twins.deliver([], puppet=take_and_answer)
             settle_quickly(twins, stream)
+
+
+# ---------------------------------------------------------------- whose request it is
+
+
+def keyed_request(twins: Twins, key: bytes | None, count: int = 3) -> bytes:
+    number = len(twins.ids) + 1
+    twins.ids.add(number)
+    request = Request(count, request_id=number, api_key=key)
+    return encode_request(request) + body_of(range(count), 4)
+
+
+def status_of(server: Server, stream: int) -> int:
+    return int.from_bytes(server.hand.of(stream).data[4:6], "little")
+
+
+def ask_keyed(twins: Twins, key: bytes | None, count: int = 3) -> int:
+    """Say a whole request, and let nobody take it; its stream."""
+    stream, data = twins.open(), keyed_request(twins, key, count)
+    frames = [
+        Frame("stream", stream, at, data[at : at + 1000], at + 1000 >= len(data))
+        for at in range(0, len(data), 1000)
+    ]
+    twins.deliver([[frame] for frame in frames])
+    return stream
+
+
+def statuses(twins: Twins, *streams: int) -> list[int]:
+    """What both answered, each with a verdict."""
+    twins.run_for(0.3)
+    twins.check_answers(streams)
+    one, other = ([status_of(server, stream) for stream in streams] for server in twins.servers)
+    assert one == other
+    return one
+
+
+def test_a_full_or_lost_partition_is_nothing_to_the_other(state_dir: Path) -> None:
+    with contextlib.closing(Twins(state_dir, keyed=True)) as twins:
+        held = [ask_keyed(twins, b"alpha") for _ in range(4)]
+        full, other = ask_keyed(twins, b"alpha"), ask_keyed(twins, b"beta")
+        assert statuses(twins, full, other) == [429, 200]
+        twins.deliver([], puppet=Server.take)
+        writing, data = twins.open(), keyed_request(twins, b"beta")
+        twins.deliver([[Frame("stream", writing, 0, data[:-4])]])
+
+        # Alpha's runtime goes: what it was at breaks off, and beta's go on.
+        for server in twins.servers:
+            server.lose(0)
+        assert statuses(twins, ask_keyed(twins, b"alpha")) == [503]
+        assert [server.hand.of(stream).reset for server in twins.servers for stream in held] == [
+            int(ResetCode.RUNTIME_LOST)
+        ] * 8
+        twins.deliver([[Frame("stream", writing, len(data) - 4, data[-4:], True)]])
+        twins.deliver([], puppet=finish_all)
+        assert statuses(twins, other, writing, ask_keyed(twins, b"beta")) == [200, 200, 200]
+        assert all(server.hand.of(stream).whole for server in twins.servers
+                   for stream in (other, writing))  # fmt: skip
+
+        for server in twins.servers:
+            server.regain(0)
+        assert statuses(twins, ask_keyed(twins, b"alpha"), ask_keyed(twins, None)) == [200, 401]
+        twins.deliver([], puppet=finish_all)
+        check_who_served(twins)
+
+
+def test_bounds_and_vocabulary_are_those_of_the_keys_partition(state_dir: Path) -> None:
+    with contextlib.closing(Twins(state_dir, keyed=True)) as twins:
+        long = [ask_keyed(twins, key, CONTEXT + 1) for key in (b"alpha", b"beta")]
+        assert statuses(twins, *long) == [400, 200]
+        outside = []
+        for key in (b"alpha", b"beta"):
+            outside.append(twins.open())
+            data = keyed_request(twins, key)[:-4] + body_of([VOCAB], 4)
+            twins.deliver([[Frame("stream", outside[-1], 0, data, True)]])
+        assert statuses(twins, *outside) == [400, 200]

@@ -38,6 +38,7 @@ RUNS = (
     Run("raw_ends", 1),
     Run("raw_out", 10),
     Run("raw_device", 1),
+    Run("raw_keys", 1),
 )
 
 

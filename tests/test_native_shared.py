@@ -52,6 +52,10 @@ HEADERS = {
     "everything": prompt1.encode_request(WHOLE),
     "nothing": prompt1.encode_request(prompt1.Request(1)),
     "no extension's value": prompt1.encode_request(prompt1.Request(1, api_key=b"")),
+    "two keys": struct.pack("<4sHBB", b"DPQ1", 58, 4, 0)
+    + prompt1.encode_request(prompt1.Request(1))[8:]
+    + b"\1\0\1\0k"
+    + b"\1\0\1\0K",
 }
 
 
@@ -76,6 +80,8 @@ def check_parsed(data: bytes) -> None:
         assert parsed == kind, data.hex()
         return
     assert parsed == lib.DP_PROMPT1_WHOLE, data.hex()
+    key = data[found.key_at : found.key_at + found.key_bytes]
+    assert key == (wanted.api_key or b""), data.hex()
     for name in wanted._fields:
         if name != "api_key":
             assert getattr(found, name) == getattr(wanted, name), (name, data.hex())

@@ -89,6 +89,13 @@ def test_no_two_share_a_name_or_a_device(second: str, why: str) -> None:
     assert why in str(caught.value)
 
 
+def test_there_are_at_most_64() -> None:
+    texts = [f"p{number}={number}" for number in range(65)]
+    assert len(parse_partitions(texts[:64])) == 64
+    with pytest.raises(UsageError, match="--partition: there are 65; at most 64 can be"):
+        parse_partitions(texts)
+
+
 # The devices that there are.
 
 

@@ -21,11 +21,12 @@ from dataplane import refusals
 from dataplane._native import ffi, lib
 from dataplane.client import ResetError, connect
 from dataplane.errors import ResetCode
+from dataplane.ingress import Ingress
 from dataplane.latency import Latency, Series
 from dataplane.prompt1 import Request, encode_request
 from dataplane.pump import Refused
 from dataplane.pump_engine import PumpEngine
-from dataplane.stats import Stats
+from dataplane.stats import Stats, joint_hold_s
 
 pytestmark = pytest.mark.pump_only
 
@@ -275,7 +276,6 @@ def test_the_counters_of_both_are_added_up() -> None:
     stats = Stats()
     stats.claimed, stats.completed, stats.failed = 10, 4, 1
     stats.answers.update({200: 4, 429: 2})
-    assert stats.held_s(1.0) == 1.0
     raw = SimpleNamespace(
         claimed=30, completed=20, cancelled=3, failed=2, ok=21, busy=0, negative=1, hold_s=2.0
     )
@@ -286,18 +286,28 @@ def test_the_counters_of_both_are_added_up() -> None:
     assert (counts.claimed, counts.completed, counts.cancelled, counts.failed) == (40, 24, 3, 3)
     assert counts.in_flight == stats.in_flight == 10
     assert (counts.negative, counts.datagrams_dropped) == (1, 9)
-    assert stats.held_s(1.0) == pytest.approx(1.75)
-    assert stats.held_s(0.0) == 2.0
     assert stats.health("ok")["claimed"] == 40
+
+
+def test_the_time_that_a_slot_is_held_is_that_of_both() -> None:
+    raw = SimpleNamespace(claimed=30, hold_s=2.0)
+    assert joint_hold_s(1.0, 10, None) == 1.0
+    assert joint_hold_s(1.0, 10, raw) == pytest.approx(1.75)
+    assert joint_hold_s(0.0, 0, raw) == 2.0
+    assert joint_hold_s(1.0, 10, SimpleNamespace(claimed=0, hold_s=0.0)) == 1.0
 
 
 def test_every_reason_of_the_raw_front_has_its_words() -> None:
     engine = PumpEngine()
-    engine._vocab_size = 100
-    engine._listener = SimpleNamespace(ingresses=[SimpleNamespace(draining=False)])  # type: ignore[assignment]
+    ingresses = Ingress(Stats(), 5.0, name="a"), Ingress(Stats(), 5.0, name="b")
+    engine._ingresses = ingresses
+    engine._vocab_sizes = {0: 50, 1: 100}
+
+    def refused_for(why: int, a: int = 0, b: int = 0) -> Refused:
+        return Refused(1, why, a, b, n_tokens=4, queue_us=0, partition=1)
 
     def words_of(why: int, a: int = 0, b: int = 0) -> tuple[int, str]:
-        refusal = engine.refusal(Refused(1, why, a, b, n_tokens=4, queue_us=0))
+        refusal = engine.refusal(refused_for(why, a, b))
         return int(refusal.status), refusal.reason
 
     assert words_of(lib.DP_WHY_BAD_TOKEN, 3, 100) == (
@@ -309,5 +319,7 @@ def test_every_reason_of_the_raw_front_has_its_words() -> None:
     assert words_of(lib.DP_WHY_LATE, 2) == (408, "only 2 of 4 tokens came in time")
     assert words_of(lib.DP_WHY_HEADER_LATE, 20)[1] == "only 20 bytes of the header came in time"
     assert words_of(lib.DP_WHY_LOST) == (503, refusals.LOST)
-    engine._listener.ingresses[0].draining = True  # type: ignore[union-attr]
+    ingresses[1].draining = True
     assert words_of(lib.DP_WHY_LOST) == (503, refusals.DRAINING)
+    assert engine.admitter(refused_for(lib.DP_WHY_LOST)) is ingresses[1]
+    assert engine.admitter(refused_for(lib.DP_WHY_HEADER_LATE, 20)) is None

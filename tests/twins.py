@@ -30,6 +30,7 @@ class Twins:
         lazy: See `Server`.
         max_writing: Slots that the connection may hold in WRITING. It is Python that tells of a
             cap: with the pump the rest of the packet may have come by then, and be over.
+        keyed: See `Server`.
     """
 
     def __init__(
@@ -39,14 +40,16 @@ class Twins:
         loss: float = 0.0,
         lazy: bool = False,
         max_writing: int = SLOTS + 1,
+        keyed: bool = False,
     ) -> None:
         start = 1000.0
         self.servers: tuple[Server, Server] = (
-            Server(state_dir, start, max_writing, lazy),
-            Pumped(state_dir, start, max_writing, lazy),
+            Server(state_dir, start, max_writing, lazy, keyed),
+            Pumped(state_dir, start, max_writing, lazy, keyed),
         )
         self.now = max(server.now for server in self.servers)
         self.loss = loss
+        self.keyed = keyed
         self.ids: set[int] = set()
         self.said: dict[int, list[tuple[float, str]]] = {}
         self.ends: dict[int, int] = {}

@@ -18,7 +18,7 @@ struct dp_entry;
 struct dp_events;
 struct dp_load;
 struct dp_loop;
-struct dp_raw;
+struct dp_raw_front;
 struct dp_routes;
 
 /* A front: how a connection's streams are read (conn.h has the meaning of each). Every call is made
@@ -75,7 +75,7 @@ struct dp_pump {
     struct dp_routes *routes;
     struct dp_entry *touched; /* those with something to send, or whose timer moved */
     struct dp_entry *last_touched;
-    struct dp_raw *raw; /* NULL: raw connections go to Python */
+    struct dp_raw_front *raw; /* NULL: raw connections go to Python */
     struct dp_load *load;
     struct dp_loop *loop; /* NULL: sans-IO */
     int64_t now;          /* of this pass, monotonic ns */
@@ -202,9 +202,11 @@ void dp_raw_pass(struct dp_pump *pump);
 /* The next deadline of a body, header or request; INT64_MAX for none. */
 int64_t dp_raw_timer(const struct dp_pump *pump);
 void dp_raw_on_timer(struct dp_pump *pump);
-/* The eventfd that the runtime rings, -1 without one; the sleeper's half of the wake-up pair: false
- * when there is output already. */
-int dp_raw_fd(const struct dp_pump *pump);
+/* So many partitions, from 0 on, may have a runtime; it never becomes less. */
+uint32_t dp_raw_count(const struct dp_pump *pump);
+/* The eventfd that a partition's runtime rings, -1 without one; the sleeper's half of the wake-up
+ * pair with all of them: false when there is output already, and then dp_raw_wake is due. */
+int dp_raw_fd(const struct dp_pump *pump, uint32_t partition);
 bool dp_raw_sleep(struct dp_pump *pump);
 void dp_raw_wake(struct dp_pump *pump);
 void dp_raw_free(struct dp_pump *pump);

@@ -37,7 +37,8 @@ static struct dp_loop *loop_new(struct dp_pump *pump) {
     if (!loop)
         return NULL;
     loop->pump = pump;
-    loop->raw_fd = -1;
+    for (uint32_t i = 0; i < DP_RAW_PARTITIONS; i++)
+        loop->raw_fds[i] = -1;
     loop->has_pwait2 = true;
     loop->due = INT64_MAX;
     loop->receiver = dp_receiver_new();
@@ -115,17 +116,23 @@ int dp_pump_listen(struct dp_pump *pump, int fd) {
     return number;
 }
 
-bool dp_loop_watch_runtime(struct dp_loop *loop) {
-    int fd = dp_raw_fd(loop->pump);
-    if (fd == loop->raw_fd)
-        return false;
-    if (loop->raw_fd >= 0)
-        epoll_ctl(loop->epoll_fd, EPOLL_CTL_DEL, loop->raw_fd, NULL); /* may be closed already */
-    if (fd >= 0)
-        watch(loop, fd, EPOLLIN | EPOLLET, UINT32_MAX);
-    loop->raw_fd = fd;
-    dp_store_flag(&loop->polls, fd >= 0);
-    return true;
+bool dp_loop_watch_runtimes(struct dp_loop *loop) {
+    bool changed = false, polls = false;
+    for (uint32_t i = 0; i < dp_raw_count(loop->pump); i++) {
+        int fd = dp_raw_fd(loop->pump, i), before = loop->raw_fds[i];
+        polls |= fd >= 0;
+        if (fd == before)
+            continue;
+        changed = true;
+        if (before >= 0)
+            epoll_ctl(loop->epoll_fd, EPOLL_CTL_DEL, before, NULL); /* may be closed already */
+        if (fd >= 0)
+            watch(loop, fd, EPOLLIN | EPOLLET, UINT32_MAX);
+        loop->raw_fds[i] = fd;
+    }
+    if (changed)
+        dp_store_flag(&loop->polls, polls);
+    return changed;
 }
 
 void dp_loop_wake(struct dp_loop *loop) {
@@ -166,7 +173,7 @@ static void pass(struct dp_loop *loop, uint32_t socket, int n) {
     dp_pump_run_timers(pump);
     dp_raw_pass(pump);
     dp_loop_send_all(loop);
-    dp_loop_watch_runtime(loop);
+    dp_loop_watch_runtimes(loop);
     loop->stats.passes++;
     prepare_to_sleep(loop, loop->stats.datagrams_in - before >= PROMISING);
     dp_pump_unlock(pump);

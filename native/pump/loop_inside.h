@@ -12,6 +12,7 @@
 #include "../atomics.h"
 #include "inside.h"
 #include "loop.h"
+#include "raw.h"
 #include "socket.h"
 
 #define DP_LOOP_EVENTS 64 /* that one call of epoll brings */
@@ -35,7 +36,8 @@ struct dp_loop {
     uint32_t tid;   /* flag */
     uint32_t polls; /* flag: there is output of a runtime to be polled */
     uint64_t due;   /* relaxed: when timers are to be looked at next, as int64_t */
-    int epoll_fd, wake_fd, raw_fd;
+    int epoll_fd, wake_fd;
+    int raw_fds[DP_RAW_PARTITIONS];
     struct dp_receiver *receiver;
     uint32_t count, room, turn;
     struct dp_served_socket *served;
@@ -46,8 +48,8 @@ struct dp_loop {
 
 /* loop.c -------------------------------------------------------------------------------------- */
 
-/* Follow the eventfd that the runtime rings, which comes and goes with it. Whether it changed. */
-bool dp_loop_watch_runtime(struct dp_loop *loop);
+/* Follow the eventfds that the runtimes ring, which come and go with them. Whether any changed. */
+bool dp_loop_watch_runtimes(struct dp_loop *loop);
 /* End its sleep. */
 void dp_loop_wake(struct dp_loop *loop);
 

@@ -49,7 +49,7 @@ void dp_pump_flush(struct dp_pump *pump) {
     if (loop) {
         int64_t before = dp_loop_due(loop);
         pump->now = dp_monotonic_ns();
-        bool changed = dp_loop_watch_runtime(loop);
+        bool changed = dp_loop_watch_runtimes(loop);
         dp_loop_send_all(loop);
         /* Who sleeps has to be told to sleep shorter. */
         if (loop->slept && (changed || dp_loop_due(loop) < before))

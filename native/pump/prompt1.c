@@ -54,17 +54,20 @@ static int parse_short(const uint8_t *bytes, size_t have) {
     return DP_PROMPT1_NOT_WHOLE;
 }
 
-/* Whether the extensions fill the header to its end. Types are all skipped: API keys are looked at
- * where there are any to compare with. */
-static bool walk_extensions(const uint8_t *bytes, uint32_t end) {
+/* Whether the extensions fill the header to its end. Of several API keys the last one counts. */
+static bool walk_extensions(const uint8_t *bytes, uint32_t end, struct dp_prompt1_request *out) {
     uint32_t at = DP_PROMPT1_HEADER_MIN;
     while (at < end) {
         if (end - at < DP_PROMPT1_EXTENSION_BYTES)
             return false;
-        uint32_t length = get16(bytes + at + 2);
+        uint32_t type = get16(bytes + at), length = get16(bytes + at + 2);
         at += DP_PROMPT1_EXTENSION_BYTES;
         if (length > end - at)
             return false;
+        if (type == DP_PROMPT1_EXTENSION_KEY) {
+            out->key_at = at;
+            out->key_bytes = length;
+        }
         at += length;
     }
     return true;
@@ -93,6 +96,7 @@ int dp_prompt1_parse(const uint8_t *bytes, size_t have, struct dp_prompt1_reques
     out->top_k = get32(bytes + 36);
     out->seed = get32(bytes + 40);
     out->deadline_ms = get32(bytes + 44);
+    out->key_at = out->key_bytes = 0;
     if (get32(bytes) != DP_PROMPT1_REQUEST_MAGIC || !is_length(out->header_bytes) ||
         flags & ~(uint32_t)DP_PROMPT1_STRICT || !is_in_range(out))
         return DP_PROMPT1_BAD;
@@ -100,7 +104,7 @@ int dp_prompt1_parse(const uint8_t *bytes, size_t have, struct dp_prompt1_reques
         return DP_PROMPT1_WHOLE;
     if (have < out->header_bytes)
         return DP_PROMPT1_NOT_WHOLE;
-    return walk_extensions(bytes, out->header_bytes) ? DP_PROMPT1_WHOLE : DP_PROMPT1_BAD;
+    return walk_extensions(bytes, out->header_bytes, out) ? DP_PROMPT1_WHOLE : DP_PROMPT1_BAD;
 }
 
 void dp_prompt1_verdict(uint8_t *to, uint32_t status, uint32_t slot, uint64_t request_id,

@@ -12,6 +12,7 @@
 #define DP_PROMPT1_HEADER_MIN      48
 #define DP_PROMPT1_HEADER_MAX      4096
 #define DP_PROMPT1_EXTENSION_BYTES 4
+#define DP_PROMPT1_EXTENSION_KEY   1 /* its type; all others are skipped */
 #define DP_PROMPT1_STRICT          1 /* the only flag */
 #define DP_PROMPT1_TEMPERATURE_MAX 100
 #define DP_PROMPT1_VERDICT_BYTES   32
@@ -41,6 +42,8 @@ struct dp_prompt1_request {
     uint32_t top_k;
     uint32_t seed;
     uint32_t deadline_ms; /* after arrival; 0: none */
+    uint32_t key_at;      /* where the API key begins in the header */
+    uint32_t key_bytes;   /* 0: there is none */
 };
 
 /* Read the header at the start of a stream, of which `have` bytes are there: DP_PROMPT1_WHOLE and

@@ -13,34 +13,33 @@ static bool is_waiting(const struct dp_stream *stream) {
 
 /* Ends before the answer's -------------------------------------------------------------------- */
 
-void dp_raw_let_go(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
-    struct dp_raw *raw = pump->raw;
+void dp_raw_let_go(struct dp_raw *raw, struct dp_raw_exchange *exchange) {
     if (exchange->writing) {
         exchange->writing = false;
         exchange->entry->writing--;
-        dp_raw_record(pump, DP_RAW_QUEUE, exchange->queue_ns);
+        dp_raw_record(raw, DP_RAW_QUEUE, exchange->queue_ns);
     }
     /* First this: nothing may be decrypted into a slot that is another request's by then. */
     if (exchange->placed) {
         exchange->placed = false;
         dp_conn_leave_place(exchange->entry->conn, exchange->stream);
     }
-    raw->verbs->let_go(pump, exchange->slot, exchange->generation);
+    raw->verbs->let_go(raw, exchange->slot, exchange->generation);
     if (exchange->watch != DP_RAW_NOBODY)
         dp_raw_unwatch(raw, exchange);
-    dp_raw_ended(pump, exchange);
+    dp_raw_ended(raw, exchange);
 }
 
-void dp_raw_leave(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
-    dp_raw_let_go(pump, exchange);
-    pump->raw->stats.cancelled++;
+void dp_raw_leave(struct dp_raw *raw, struct dp_raw_exchange *exchange) {
+    dp_raw_let_go(raw, exchange);
+    raw->stats.cancelled++;
 }
 
-static void stop_waiting(struct dp_raw *raw, struct dp_stream *stream) {
+static void stop_waiting(struct dp_raw_front *front, struct dp_stream *stream) {
     if (stream->app_state == DP_RAW_HEADER)
-        dp_raw_forget_header(raw, stream);
+        dp_raw_forget_header(front, stream);
     else if (stream->app_state == DP_RAW_CLAIMING)
-        dp_raw_forget_claim(raw, stream);
+        dp_raw_forget_claim(front->partitions[stream->app_index], stream);
 }
 
 void dp_raw_leave_to_python(struct dp_pump *pump, struct dp_entry *entry,
@@ -60,28 +59,30 @@ static void tell(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream 
     dp_raw_leave_to_python(pump, entry, stream);
 }
 
-void dp_raw_refuse(struct dp_pump *pump, struct dp_raw_exchange *exchange, enum dp_why why,
+void dp_raw_refuse(struct dp_raw *raw, struct dp_raw_exchange *exchange, enum dp_why why,
                    uint32_t a, uint32_t b) {
     struct dp_refused refused = {.request_id = exchange->request_id,
                                  .why = why,
                                  .a = a,
                                  .b = b,
                                  .n_tokens = exchange->n_tokens,
-                                 .queue_us = exchange->queue_us};
-    dp_raw_let_go(pump, exchange);
-    pump->raw->stats.failed++;
-    tell(pump, exchange->entry, exchange->stream, exchange->complete_ns != 0, &refused);
+                                 .queue_us = exchange->queue_us,
+                                 .partition = raw->index};
+    dp_raw_let_go(raw, exchange);
+    raw->stats.failed++;
+    tell(raw->pump, exchange->entry, exchange->stream, exchange->complete_ns != 0, &refused);
 }
 
-void dp_raw_refuse_claim(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
+void dp_raw_refuse_claim(struct dp_raw *raw, struct dp_entry *entry, struct dp_stream *stream,
                          const struct dp_prompt1_request *request, enum dp_why why, bool ended) {
     struct dp_refused refused = {
         .request_id = request->request_id,
         .why = why,
         .n_tokens = request->n_tokens,
-        .queue_us = dp_raw_record(pump, DP_RAW_QUEUE, dp_realtime_ns() - stream->app_at_ns[0])};
-    stop_waiting(pump->raw, stream);
-    tell(pump, entry, stream, ended, &refused);
+        .queue_us = dp_raw_record(raw, DP_RAW_QUEUE, dp_realtime_ns() - stream->app_at_ns[0]),
+        .partition = raw->index};
+    stop_waiting(raw->front, stream);
+    tell(raw->pump, entry, stream, ended, &refused);
 }
 
 void dp_raw_header_late(struct dp_pump *pump, struct dp_stream *stream) {
@@ -107,7 +108,7 @@ static size_t raw_data(struct dp_pump *pump, struct dp_entry *entry, struct dp_s
             stream->app_at_ns[1] = dp_conn_at_ns(entry->conn);
         return 0;
     case DP_RAW_EXCHANGE:
-        return dp_raw_take_body(pump, stream->app, bytes, length, fin);
+        return dp_raw_take_body(stream->app, bytes, length, fin);
     default:
         return length;
     }
@@ -117,7 +118,7 @@ static size_t raw_data(struct dp_pump *pump, struct dp_entry *entry, struct dp_s
 static void forget(struct dp_pump *pump, struct dp_stream *stream, enum dp_raw_kind kind) {
     struct dp_raw_exchange *exchange = exchange_of(stream);
     if (exchange && exchange->live)
-        dp_raw_leave(pump, exchange);
+        dp_raw_leave(exchange->raw, exchange);
     else
         stop_waiting(pump->raw, stream);
     dp_raw_mark(stream, kind, NULL);

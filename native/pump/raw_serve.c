@@ -10,23 +10,48 @@
 
 /* The front's memory -------------------------------------------------------------------------- */
 
-struct dp_raw *dp_raw_of(struct dp_pump *pump) {
+struct dp_raw_front *dp_raw_of(struct dp_pump *pump) {
     if (pump->raw)
         return pump->raw;
-    struct dp_raw *raw = calloc(1, sizeof *raw);
-    struct dp_latency *latency = raw ? dp_latency_new(DP_RAW_SERIES) : NULL;
+    struct dp_raw_front *front = calloc(1, sizeof *front);
+    struct dp_latency *latency = front ? dp_latency_new(DP_RAW_SERIES) : NULL;
     if (!latency) {
-        free(raw);
+        free(front);
         return NULL;
     }
-    raw->latency = latency;
-    raw->sweep_at = raw->overdue_at = DP_RAW_NEVER;
+    front->latency = latency;
+    front->sweep_at = DP_RAW_NEVER;
+    if (getrandom(&front->next_id, sizeof front->next_id, GRND_NONBLOCK) != sizeof front->next_id)
+        front->next_id = (uint64_t)dp_realtime_ns();
+    front->next_id = front->next_id >> 1 ? front->next_id >> 1 : 1;
+    pump->raw = front;
+    return front;
+}
+
+/* What a partition has for good, made when it is first attached to. */
+static struct dp_raw *partition_of(struct dp_pump *pump, uint32_t index) {
+    struct dp_raw_front *front = dp_raw_of(pump);
+    if (!front || index >= DP_RAW_PARTITIONS)
+        return NULL;
+    if (front->partitions[index])
+        return front->partitions[index];
+    struct dp_raw *raw = calloc(1, sizeof *raw);
+    if (!raw)
+        return NULL;
+    raw->pump = pump;
+    raw->front = front;
+    raw->index = index;
+    raw->overdue_at = DP_RAW_NEVER;
     raw->first_held = raw->last_held = DP_RAW_NOBODY;
-    if (getrandom(&raw->next_id, sizeof raw->next_id, GRND_NONBLOCK) != sizeof raw->next_id)
-        raw->next_id = (uint64_t)dp_realtime_ns();
-    raw->next_id = raw->next_id >> 1 ? raw->next_id >> 1 : 1;
-    pump->raw = raw;
+    front->partitions[index] = raw;
+    if (front->count <= index)
+        front->count = index + 1;
     return raw;
+}
+
+/* One that was attached to before, or NULL. */
+static struct dp_raw *known(const struct dp_pump *pump, uint32_t index) {
+    return pump->raw && index < DP_RAW_PARTITIONS ? pump->raw->partitions[index] : NULL;
 }
 
 static void free_arrays(struct dp_raw *raw) {
@@ -45,13 +70,40 @@ static void free_arrays(struct dp_raw *raw) {
 }
 
 void dp_raw_free(struct dp_pump *pump) {
-    struct dp_raw *raw = pump->raw;
-    if (!raw)
+    struct dp_raw_front *front = pump->raw;
+    struct dp_raw *raw;
+    if (!front)
         return;
     pump->raw = NULL;
-    free_arrays(raw);
-    dp_latency_free(raw->latency);
-    free(raw);
+    for (uint32_t at = 0; (raw = dp_raw_next(front, &at));) {
+        free_arrays(raw);
+        free(raw);
+    }
+    dp_keys_free(front->keys);
+    dp_latency_free(front->latency);
+    free(front);
+}
+
+/* Whose is whose ------------------------------------------------------------------------------ */
+
+static int set_keys(struct dp_pump *pump, const uint8_t *digests, const uint32_t *partitions,
+                    uint32_t count) {
+    struct dp_raw_front *front = dp_raw_of(pump);
+    if (!front || front->keys || front->count)
+        return -1;
+    for (uint32_t i = 0; i < count; i++)
+        if (partitions[i] >= DP_RAW_PARTITIONS)
+            return -1;
+    front->keys = dp_keys_new(digests, partitions, count);
+    return front->keys ? 0 : -1;
+}
+
+int dp_raw_set_keys(struct dp_pump *pump, const uint8_t *digests, const uint32_t *partitions,
+                    uint32_t count) {
+    dp_pump_lock(pump);
+    int status = set_keys(pump, digests, partitions, count);
+    dp_pump_unlock(pump);
+    return status;
 }
 
 /* Attaching and detaching --------------------------------------------------------------------- */
@@ -77,6 +129,7 @@ static bool make_arrays(struct dp_raw *raw, const struct dp_geometry *geometry) 
     if (!raw->exchanges || !raw->watches || !raw->changed || !raw->unanswered || !raw->scratch)
         return false;
     for (uint32_t slot = 0; slot < slots; slot++) {
+        raw->exchanges[slot].raw = raw;
         raw->exchanges[slot].slot = slot;
         raw->exchanges[slot].watch = DP_RAW_NOBODY;
     }
@@ -94,8 +147,10 @@ static bool choose_table(struct dp_raw *raw, struct dp_region *region, uint32_t 
 
 static int attach(struct dp_pump *pump, struct dp_region *region,
                   const struct dp_raw_config *config, const char *busy_reason) {
-    struct dp_raw *raw = dp_raw_of(pump);
-    if (!raw || raw->region || !is_sound(region, config, busy_reason))
+    if (!is_sound(region, config, busy_reason))
+        return -1;
+    struct dp_raw *raw = partition_of(pump, config->partition);
+    if (!raw || raw->region)
         return -1;
     if (!make_arrays(raw, &region->geometry) || !choose_table(raw, region, config->owner)) {
         free_arrays(raw);
@@ -103,6 +158,7 @@ static int attach(struct dp_pump *pump, struct dp_region *region,
     }
     raw->region = region;
     raw->config = *config;
+    raw->front->body_timeout = config->body_timeout;
     if (!config->max_writing)
         raw->config.max_writing = (config->count + 1) / 2;
     raw->broken = raw->stuck = false;
@@ -123,63 +179,89 @@ int dp_raw_attach(struct dp_pump *pump, struct dp_region *region,
     return status;
 }
 
-static void end_all(struct dp_pump *pump, uint32_t code) {
-    struct dp_raw *raw = pump->raw;
-    dp_raw_refuse_claims(pump, DP_WHY_LOST);
+static void end_all(struct dp_raw *raw, uint32_t code) {
+    dp_raw_refuse_claims(raw, DP_WHY_LOST);
     for (uint32_t slot = 0; slot < raw->region->geometry.slots; slot++) {
         struct dp_raw_exchange *exchange = &raw->exchanges[slot];
         if (!exchange->live)
             continue;
         if (!exchange->answered) {
-            dp_raw_refuse(pump, exchange, DP_WHY_LOST, 0, 0);
+            dp_raw_refuse(raw, exchange, DP_WHY_LOST, 0, 0);
             continue;
         }
-        dp_raw_let_go(pump, exchange);
+        dp_raw_let_go(raw, exchange);
         raw->stats.failed++;
         dp_raw_fail(exchange, code);
     }
 }
 
-void dp_raw_detach(struct dp_pump *pump, uint32_t code) {
+void dp_raw_detach(struct dp_pump *pump, uint32_t partition, uint32_t code) {
     dp_pump_lock(pump);
-    if (pump->raw && pump->raw->region) {
+    struct dp_raw *raw = known(pump, partition);
+    if (raw && raw->region) {
         /* What the runtime finished before its end is whole, and goes out. */
-        dp_raw_look(pump);
-        end_all(pump, code);
+        dp_raw_look(raw);
+        end_all(raw, code);
         /* Claims that nobody waits for any more are answered later, if at all. */
-        if (pump->raw->commands)
-            dp_commands_let_go_all(pump->raw->commands);
-        free_arrays(pump->raw);
-        pump->raw->watched = pump->raw->unanswered_count = 0;
-        pump->raw->overdue_at = DP_RAW_NEVER;
+        if (raw->commands)
+            dp_commands_let_go_all(raw->commands);
+        free_arrays(raw);
+        raw->watched = raw->unanswered_count = 0;
+        raw->overdue_at = DP_RAW_NEVER;
     }
     dp_pump_ring(pump);
     dp_pump_unlock(pump);
 }
 
 void dp_raw_end_all(struct dp_pump *pump, uint32_t code) {
+    struct dp_raw *raw;
     dp_pump_lock(pump);
-    if (pump->raw && pump->raw->region)
-        end_all(pump, code);
+    for (uint32_t at = 0; (raw = dp_raw_next(pump->raw, &at));)
+        if (raw->region)
+            end_all(raw, code);
     dp_pump_ring(pump);
     dp_pump_unlock(pump);
 }
 
 void dp_raw_drain(struct dp_pump *pump) {
     dp_pump_lock(pump);
-    struct dp_raw *raw = dp_raw_of(pump);
-    if (raw)
-        raw->draining = true;
+    struct dp_raw_front *front = dp_raw_of(pump);
+    if (front)
+        front->draining = true;
     dp_pump_unlock(pump);
 }
 
 /* Counters ------------------------------------------------------------------------------------ */
 
+static void add(struct dp_raw_stats *sum, const struct dp_raw_stats *one) {
+    uint64_t claimed = sum->claimed + one->claimed;
+    if (claimed)
+        sum->hold_s += (one->hold_s - sum->hold_s) * (double)one->claimed / (double)claimed;
+    sum->claimed = claimed;
+    sum->completed += one->completed;
+    sum->cancelled += one->cancelled;
+    sum->failed += one->failed;
+    sum->ok += one->ok;
+    sum->busy += one->busy;
+    sum->negative += one->negative;
+}
+
 struct dp_raw_stats dp_raw_stats(struct dp_pump *pump) {
     struct dp_raw_stats stats = {0};
+    const struct dp_raw *raw;
     dp_pump_lock(pump);
-    if (pump->raw)
-        stats = pump->raw->stats;
+    for (uint32_t at = 0; (raw = dp_raw_next(pump->raw, &at));)
+        add(&stats, &raw->stats);
+    dp_pump_unlock(pump);
+    return stats;
+}
+
+struct dp_raw_stats dp_raw_partition_stats(struct dp_pump *pump, uint32_t partition) {
+    struct dp_raw_stats stats = {0};
+    dp_pump_lock(pump);
+    const struct dp_raw *raw = known(pump, partition);
+    if (raw)
+        stats = raw->stats;
     dp_pump_unlock(pump);
     return stats;
 }
@@ -198,15 +280,30 @@ uint32_t dp_raw_writing(struct dp_pump *pump, uint64_t connection) {
     return writing;
 }
 
-struct dp_latency *dp_raw_latency(struct dp_pump *pump) {
-    dp_pump_lock(pump);
-    struct dp_raw *raw = dp_raw_of(pump);
-    dp_pump_unlock(pump);
-    return raw ? raw->latency : NULL;
+uint32_t dp_raw_writing_of(const struct dp_raw *raw, const struct dp_entry *entry) {
+    uint32_t writing = 0;
+    for (uint32_t slot = 0; raw->region && slot < raw->region->geometry.slots; slot++)
+        writing += raw->exchanges[slot].writing && raw->exchanges[slot].entry == entry;
+    return writing;
 }
 
-uint32_t dp_raw_record(struct dp_pump *pump, enum dp_raw_series series, int64_t difference_ns) {
-    struct dp_raw *raw = pump->raw;
+uint32_t dp_raw_writing_in(struct dp_pump *pump, uint64_t connection, uint32_t partition) {
+    dp_pump_lock(pump);
+    const struct dp_entry *entry = dp_pump_entry(pump, connection);
+    const struct dp_raw *raw = known(pump, partition);
+    uint32_t writing = entry && raw ? dp_raw_writing_of(raw, entry) : 0;
+    dp_pump_unlock(pump);
+    return writing;
+}
+
+struct dp_latency *dp_raw_latency(struct dp_pump *pump) {
+    dp_pump_lock(pump);
+    struct dp_raw_front *front = dp_raw_of(pump);
+    dp_pump_unlock(pump);
+    return front ? front->latency : NULL;
+}
+
+uint32_t dp_raw_record(struct dp_raw *raw, enum dp_raw_series series, int64_t difference_ns) {
     if (difference_ns < 0) {
         raw->stats.negative++;
         return 0;
@@ -214,7 +311,7 @@ uint32_t dp_raw_record(struct dp_pump *pump, enum dp_raw_series series, int64_t 
     int64_t us = difference_ns / 1000;
     if (us > DP_RAW_MOST_US)
         us = DP_RAW_MOST_US;
-    dp_latency_record(raw->latency, series, us, (uint64_t)pump->now / 1000000000);
+    dp_latency_record(raw->front->latency, series, us, (uint64_t)raw->pump->now / 1000000000);
     return (uint32_t)us;
 }
 
@@ -222,10 +319,13 @@ uint32_t dp_raw_record(struct dp_pump *pump, enum dp_raw_series series, int64_t 
 
 /* Nearly every header and body comes in time, so none costs an entry in a queue of deadlines; while
  * there are any, all are looked at so often that none waits much longer than it may. */
+static int64_t next_sweep(const struct dp_pump *pump) {
+    return pump->now + pump->raw->body_timeout / DP_RAW_SWEEPS;
+}
+
 void dp_raw_expect(struct dp_pump *pump) {
-    struct dp_raw *raw = pump->raw;
-    if (raw->sweep_at == DP_RAW_NEVER)
-        raw->sweep_at = pump->now + raw->config.body_timeout / DP_RAW_SWEEPS;
+    if (pump->raw->sweep_at == DP_RAW_NEVER)
+        pump->raw->sweep_at = next_sweep(pump);
 }
 
 /* The header was in the kernel for queue_ns. */
@@ -236,26 +336,24 @@ void dp_raw_set_deadline(struct dp_raw *raw, struct dp_raw_exchange *exchange) {
         raw->overdue_at = exchange->deadline_at;
 }
 
-static void expire(struct dp_pump *pump, struct dp_raw_exchange *exchange) {
+static void expire(struct dp_raw *raw, struct dp_raw_exchange *exchange) {
     if (exchange->writing)
-        dp_raw_refuse(pump, exchange, DP_WHY_LATE,
-                      pump->raw->region->writers[exchange->slot].written, 0);
+        dp_raw_refuse(raw, exchange, DP_WHY_LATE, raw->region->writers[exchange->slot].written, 0);
     else
-        dp_raw_expire(pump, exchange);
+        dp_raw_expire(raw, exchange);
 }
 
 /* Looks at every slot rather than at a queue of deadlines, which would keep those of requests that
  * ended long before. */
-static void end_overdue(struct dp_pump *pump) {
-    struct dp_raw *raw = pump->raw;
+static void end_overdue(struct dp_raw *raw) {
     int64_t next = DP_RAW_NEVER;
     for (uint32_t slot = 0; raw->region && slot < raw->region->geometry.slots; slot++) {
         struct dp_raw_exchange *exchange = &raw->exchanges[slot];
         if (!exchange->live)
             continue;
-        if (exchange->deadline_at <= pump->now) {
+        if (exchange->deadline_at <= raw->pump->now) {
             exchange->deadline_at = DP_RAW_NEVER;
-            expire(pump, exchange);
+            expire(raw, exchange);
         } else if (exchange->deadline_at < next) {
             next = exchange->deadline_at;
         }
@@ -263,29 +361,34 @@ static void end_overdue(struct dp_pump *pump) {
     raw->overdue_at = next;
 }
 
-static void sweep(struct dp_pump *pump) {
-    struct dp_raw *raw = pump->raw;
-    while (raw->first_header && (int64_t)raw->first_header->app_number <= pump->now)
-        dp_raw_header_late(pump, raw->first_header);
-    bool left = raw->first_header;
+/* Whether anything is still to come of what is being written. */
+static bool sweep_bodies(struct dp_raw *raw) {
+    bool left = false;
     for (uint32_t slot = 0; raw->region && slot < raw->region->geometry.slots; slot++) {
         struct dp_raw_exchange *exchange = &raw->exchanges[slot];
         if (!exchange->writing)
             continue;
-        if (exchange->body_due <= pump->now)
-            expire(pump, exchange);
+        if (exchange->body_due <= raw->pump->now)
+            expire(raw, exchange);
         else
             left = true;
     }
-    raw->sweep_at = left ? pump->now + raw->config.body_timeout / DP_RAW_SWEEPS : DP_RAW_NEVER;
+    return left;
 }
 
-int64_t dp_raw_timer(const struct dp_pump *pump) {
-    const struct dp_raw *raw = pump->raw;
-    if (!raw)
-        return DP_RAW_NEVER;
-    int64_t due = raw->overdue_at < raw->sweep_at ? raw->overdue_at : raw->sweep_at;
-    due = dp_sooner(due, dp_raw_answer_due(raw));
+static void sweep(struct dp_pump *pump) {
+    struct dp_raw_front *front = pump->raw;
+    struct dp_raw *raw;
+    while (front->first_header && (int64_t)front->first_header->app_number <= pump->now)
+        dp_raw_header_late(pump, front->first_header);
+    bool left = front->first_header;
+    for (uint32_t at = 0; (raw = dp_raw_next(front, &at));)
+        left |= sweep_bodies(raw);
+    front->sweep_at = left ? next_sweep(pump) : DP_RAW_NEVER;
+}
+
+static int64_t next_due(const struct dp_raw *raw) {
+    int64_t due = dp_sooner(raw->overdue_at, dp_raw_answer_due(raw));
     for (uint32_t slot = raw->first_held; slot != DP_RAW_NOBODY && !raw->broken;
          slot = raw->exchanges[slot].next_held)
         if (raw->exchanges[slot].held_until < due)
@@ -293,44 +396,63 @@ int64_t dp_raw_timer(const struct dp_pump *pump) {
     return due;
 }
 
+int64_t dp_raw_timer(const struct dp_pump *pump) {
+    const struct dp_raw *raw;
+    int64_t due = pump->raw ? pump->raw->sweep_at : DP_RAW_NEVER;
+    for (uint32_t at = 0; (raw = dp_raw_next(pump->raw, &at));)
+        due = dp_sooner(due, next_due(raw));
+    return due;
+}
+
 /* What is held for too long is the next pass's. */
-void dp_raw_on_timer(struct dp_pump *pump) {
-    const struct dp_raw *raw = pump->raw;
-    if (raw && dp_raw_answer_due(raw) <= pump->now) {
+static void on_timer(struct dp_raw *raw) {
+    if (dp_raw_answer_due(raw) <= raw->pump->now) {
         /* It may be this thread that was late. */
-        dp_raw_take_answers(pump);
-        if (dp_raw_answer_due(raw) <= pump->now)
-            dp_raw_give_up(pump);
+        dp_raw_take_answers(raw);
+        if (dp_raw_answer_due(raw) <= raw->pump->now)
+            dp_raw_give_up(raw);
     }
-    if (raw && raw->overdue_at <= pump->now)
-        end_overdue(pump);
-    if (raw && raw->sweep_at <= pump->now)
+    if (raw->overdue_at <= raw->pump->now)
+        end_overdue(raw);
+}
+
+void dp_raw_on_timer(struct dp_pump *pump) {
+    struct dp_raw *raw;
+    for (uint32_t at = 0; (raw = dp_raw_next(pump->raw, &at));)
+        on_timer(raw);
+    if (pump->raw && pump->raw->sweep_at <= pump->now)
         sweep(pump);
 }
 
 /* Sleep and wake ------------------------------------------------------------------------------ */
 
-static struct dp_raw *attached(const struct dp_pump *pump) {
-    return pump->raw && pump->raw->region ? pump->raw : NULL;
+uint32_t dp_raw_count(const struct dp_pump *pump) {
+    return pump->raw ? pump->raw->count : 0;
 }
 
-int dp_raw_fd(const struct dp_pump *pump) {
-    const struct dp_raw *raw = attached(pump);
-    return raw ? raw->region->outputs[raw->config.owner - 1] : -1;
+int dp_raw_fd(const struct dp_pump *pump, uint32_t partition) {
+    const struct dp_raw *raw = known(pump, partition);
+    return raw && raw->region ? raw->region->outputs[raw->config.owner - 1] : -1;
 }
 
-bool dp_raw_sleep(struct dp_pump *pump) {
-    struct dp_raw *raw = attached(pump);
-    if (!raw)
-        return true;
+static bool is_quiet(struct dp_raw *raw) {
     uint32_t watched = raw->broken ? 0 : raw->watched;
     if (dp_listener_sleep(raw->region, raw->config.owner, raw->watches, watched))
         return false;
     return raw->broken || !raw->commands || !dp_commands_is_answered(raw->commands);
 }
 
+bool dp_raw_sleep(struct dp_pump *pump) {
+    struct dp_raw *raw;
+    for (uint32_t at = 0; (raw = dp_raw_next(pump->raw, &at));)
+        if (raw->region && !is_quiet(raw))
+            return false;
+    return true;
+}
+
 void dp_raw_wake(struct dp_pump *pump) {
-    struct dp_raw *raw = attached(pump);
-    if (raw)
-        dp_listener_wake(raw->region, raw->config.owner);
+    struct dp_raw *raw;
+    for (uint32_t at = 0; (raw = dp_raw_next(pump->raw, &at));)
+        if (raw->region)
+            dp_listener_wake(raw->region, raw->config.owner);
 }

@@ -11,33 +11,32 @@
 
 /* Verbs --------------------------------------------------------------------------------------- */
 
-static int host_claim(struct dp_pump *pump, struct dp_stream *stream, uint32_t start,
-                      uint32_t probes, struct dp_claimed *out) {
+static int host_claim(struct dp_raw *raw, struct dp_stream *stream, uint32_t start, uint32_t probes,
+                      struct dp_claimed *out) {
     (void)stream;
-    const struct dp_raw_config *config = &pump->raw->config;
-    return dp_claim(pump->raw->region, config->owner, config->first, config->count, start, probes,
-                    out);
+    const struct dp_raw_config *config = &raw->config;
+    return dp_claim(raw->region, config->owner, config->first, config->count, start, probes, out);
 }
 
-static int64_t host_submit(struct dp_pump *pump, uint32_t slot, uint64_t generation,
+static int64_t host_submit(struct dp_raw *raw, uint32_t slot, uint64_t generation,
                            const uint8_t *bytes, size_t length) {
-    return dp_submit(pump->raw->region, slot, generation, bytes, 0, length);
+    return dp_submit(raw->region, slot, generation, bytes, 0, length);
 }
 
-static int host_revoke(struct dp_pump *pump, uint32_t slot, uint64_t generation) {
-    return dp_apply(pump->raw->region, slot, generation, DP_REVOKE);
+static int host_revoke(struct dp_raw *raw, uint32_t slot, uint64_t generation) {
+    return dp_apply(raw->region, slot, generation, DP_REVOKE);
 }
 
-static int host_cancel(struct dp_pump *pump, uint32_t slot, uint64_t generation) {
-    return dp_cancel(pump->raw->region, slot, generation);
+static int host_cancel(struct dp_raw *raw, uint32_t slot, uint64_t generation) {
+    return dp_cancel(raw->region, slot, generation);
 }
 
-static int host_release(struct dp_pump *pump, uint32_t slot, uint64_t generation) {
-    return dp_apply(pump->raw->region, slot, generation, DP_RELEASE);
+static int host_release(struct dp_raw *raw, uint32_t slot, uint64_t generation) {
+    return dp_apply(raw->region, slot, generation, DP_RELEASE);
 }
 
-static int host_let_go(struct dp_pump *pump, uint32_t slot, uint64_t generation) {
-    return dp_let_go(pump->raw->region, slot, generation);
+static int host_let_go(struct dp_raw *raw, uint32_t slot, uint64_t generation) {
+    return dp_let_go(raw->region, slot, generation);
 }
 
 const struct dp_raw_verbs dp_raw_host = {.claim = host_claim,
@@ -48,37 +47,37 @@ const struct dp_raw_verbs dp_raw_host = {.claim = host_claim,
                                          .let_go = host_let_go};
 
 /* Where the claim stands in the ring becomes the stream's number. */
-static int device_claim(struct dp_pump *pump, struct dp_stream *stream, uint32_t start,
+static int device_claim(struct dp_raw *raw, struct dp_stream *stream, uint32_t start,
                         uint32_t probes, struct dp_claimed *out) {
     (void)out;
-    const struct dp_raw_config *config = &pump->raw->config;
-    int64_t place = dp_commands_ask_claim(pump->raw->commands, config->first, config->count, start,
-                                          probes, stream, pump->now);
+    const struct dp_raw_config *config = &raw->config;
+    int64_t place = dp_commands_ask_claim(raw->commands, config->first, config->count, start,
+                                          probes, stream, raw->pump->now);
     if (place == DP_UNANSWERED)
         return DP_UNANSWERED;
     stream->app_number = place >= 0 ? (uint64_t)place : NOT_POSTED;
     return DP_PENDING;
 }
 
-static int64_t device_submit(struct dp_pump *pump, uint32_t slot, uint64_t generation,
+static int64_t device_submit(struct dp_raw *raw, uint32_t slot, uint64_t generation,
                              const uint8_t *bytes, size_t length) {
-    return dp_commands_submit(pump->raw->commands, slot, generation, bytes, 0, length);
+    return dp_commands_submit(raw->commands, slot, generation, bytes, 0, length);
 }
 
-static int device_revoke(struct dp_pump *pump, uint32_t slot, uint64_t generation) {
-    return dp_commands_ask(pump->raw->commands, DP_COMMAND_REVOKE, slot, generation, pump->now);
+static int device_revoke(struct dp_raw *raw, uint32_t slot, uint64_t generation) {
+    return dp_commands_ask(raw->commands, DP_COMMAND_REVOKE, slot, generation, raw->pump->now);
 }
 
-static int device_cancel(struct dp_pump *pump, uint32_t slot, uint64_t generation) {
-    return dp_commands_ask(pump->raw->commands, DP_COMMAND_CANCEL, slot, generation, pump->now);
+static int device_cancel(struct dp_raw *raw, uint32_t slot, uint64_t generation) {
+    return dp_commands_ask(raw->commands, DP_COMMAND_CANCEL, slot, generation, raw->pump->now);
 }
 
-static int device_release(struct dp_pump *pump, uint32_t slot, uint64_t generation) {
-    return dp_commands_release(pump->raw->commands, slot, generation);
+static int device_release(struct dp_raw *raw, uint32_t slot, uint64_t generation) {
+    return dp_commands_release(raw->commands, slot, generation);
 }
 
-static int device_let_go(struct dp_pump *pump, uint32_t slot, uint64_t generation) {
-    return dp_commands_let_go(pump->raw->commands, slot, generation);
+static int device_let_go(struct dp_raw *raw, uint32_t slot, uint64_t generation) {
+    return dp_commands_let_go(raw->commands, slot, generation);
 }
 
 const struct dp_raw_verbs dp_raw_device = {.claim = device_claim,
@@ -89,9 +88,8 @@ const struct dp_raw_verbs dp_raw_device = {.claim = device_claim,
                                            .let_go = device_let_go};
 
 /* Affinity 0 starts anywhere; a strict one tries its own slot alone. */
-static int claim(struct dp_pump *pump, struct dp_stream *stream,
+static int claim(struct dp_raw *raw, struct dp_stream *stream,
                  const struct dp_prompt1_request *request, struct dp_claimed *out) {
-    struct dp_raw *raw = pump->raw;
     uint32_t count = raw->config.count, probes = count, start = raw->next_probe;
     if (request->affinity) {
         start = request->affinity % count;
@@ -100,7 +98,7 @@ static int claim(struct dp_pump *pump, struct dp_stream *stream,
     } else {
         raw->next_probe = start + 1 < count ? start + 1 : 0;
     }
-    return raw->verbs->claim(pump, stream, start, probes, out);
+    return raw->verbs->claim(raw, stream, start, probes, out);
 }
 
 /* Claims without an answer --------------------------------------------------------------------- */
@@ -117,6 +115,7 @@ static void take_out(struct dp_raw *raw, struct dp_stream *stream) {
 
 static void stand_in_line(struct dp_raw *raw, struct dp_entry *entry, struct dp_stream *stream) {
     dp_raw_mark(stream, DP_RAW_CLAIMING, entry);
+    stream->app_index = raw->index;
     stream->app_next = NULL;
     stream->app_previous = raw->last_claim;
     *(raw->last_claim ? &raw->last_claim->app_next : &raw->first_claim) = stream;
@@ -125,9 +124,8 @@ static void stand_in_line(struct dp_raw *raw, struct dp_entry *entry, struct dp_
         raw->first_unposted = stream;
 }
 
-int dp_raw_claim(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream *stream,
+int dp_raw_claim(struct dp_raw *raw, struct dp_entry *entry, struct dp_stream *stream,
                  const struct dp_prompt1_request *request, struct dp_claimed *out) {
-    struct dp_raw *raw = pump->raw;
     int status = DP_PENDING;
     if (raw->decided.stream == stream) {
         raw->decided.stream = NULL;
@@ -137,7 +135,7 @@ int dp_raw_claim(struct dp_pump *pump, struct dp_entry *entry, struct dp_stream 
     if (raw->first_unposted)
         stream->app_number = NOT_POSTED;
     else
-        status = claim(pump, stream, request, out);
+        status = claim(raw, stream, request, out);
     if (status == DP_PENDING)
         stand_in_line(raw, entry, stream);
     return status;
@@ -155,29 +153,27 @@ static bool read_header(const struct dp_stream *stream, struct dp_prompt1_reques
     return dp_prompt1_parse(bytes, length, request) == DP_PROMPT1_WHOLE;
 }
 
-void dp_raw_refuse_claims(struct dp_pump *pump, enum dp_why why) {
-    struct dp_raw *raw = pump->raw;
+void dp_raw_refuse_claims(struct dp_raw *raw, enum dp_why why) {
     struct dp_stream *stream;
     while ((stream = raw->first_claim)) {
         struct dp_entry *entry = stream->app;
         struct dp_prompt1_request request = {0};
         read_header(stream, &request);
-        dp_raw_refuse_claim(pump, entry, stream, &request, why, stream->app_at_ns[1] != 0);
+        dp_raw_refuse_claim(raw, entry, stream, &request, why, stream->app_at_ns[1] != 0);
     }
 }
 
 /* There is room in the ring again. */
-static void post_claims(struct dp_pump *pump) {
-    struct dp_raw *raw = pump->raw;
+static void post_claims(struct dp_raw *raw) {
     struct dp_stream *stream;
     while (!raw->broken && (stream = raw->first_unposted)) {
         struct dp_prompt1_request request;
         if (!read_header(stream, &request)) {
-            dp_raw_leave_to_python(pump, stream->app, stream);
+            dp_raw_leave_to_python(raw->pump, stream->app, stream);
             continue;
         }
-        if (claim(pump, stream, &request, NULL) == DP_UNANSWERED)
-            dp_raw_give_up(pump);
+        if (claim(raw, stream, &request, NULL) == DP_UNANSWERED)
+            dp_raw_give_up(raw);
         else if (stream->app_number == NOT_POSTED)
             return;
         else
@@ -189,8 +185,7 @@ static void post_claims(struct dp_pump *pump) {
 
 /* Offer the stream again, which decides on its request. If that was left to Python meanwhile, as
  * where the daemon drains, nobody wants the slot. */
-static void decide(struct dp_pump *pump, const struct dp_answer *answer) {
-    struct dp_raw *raw = pump->raw;
+static void decide(struct dp_raw *raw, const struct dp_answer *answer) {
     struct dp_stream *stream = answer->asker;
     struct dp_entry *entry = stream->app;
     take_out(raw, stream);
@@ -203,24 +198,23 @@ static void decide(struct dp_pump *pump, const struct dp_answer *answer) {
             dp_count_free(raw->region, raw->config.first, raw->config.count);
     dp_conn_offer(entry->conn, stream);
     if (raw->decided.stream && answer->status == DP_OK)
-        raw->verbs->let_go(pump, answer->slot, answer->generation);
+        raw->verbs->let_go(raw, answer->slot, answer->generation);
     raw->decided.stream = NULL;
 }
 
-void dp_raw_take_answers(struct dp_pump *pump) {
-    struct dp_raw *raw = pump->raw;
+void dp_raw_take_answers(struct dp_raw *raw) {
     struct dp_answer answer;
     if (!raw->commands)
         return;
     while (!raw->broken && dp_commands_answer(raw->commands, &answer)) {
         if (answer.status == DP_UNANSWERED)
-            dp_raw_give_up(pump);
+            dp_raw_give_up(raw);
         else if (answer.kind == DP_COMMAND_CLAIM)
-            decide(pump, &answer);
+            decide(raw, &answer);
         else
-            dp_raw_answered(pump, &answer);
+            dp_raw_answered(raw, &answer);
     }
-    post_claims(pump);
+    post_claims(raw);
 }
 
 int64_t dp_raw_answer_due(const struct dp_raw *raw) {
@@ -229,12 +223,11 @@ int64_t dp_raw_answer_due(const struct dp_raw *raw) {
     return asked_at == DP_RAW_NEVER ? DP_RAW_NEVER : asked_at + raw->config.answer_timeout;
 }
 
-void dp_raw_give_up(struct dp_pump *pump) {
-    struct dp_raw *raw = pump->raw;
+void dp_raw_give_up(struct dp_raw *raw) {
     if (raw->broken)
         return;
     raw->broken = raw->stuck = true;
     dp_commands_give_up(raw->commands);
-    dp_events_push(pump, DP_EVENT_STUCK, 0, 0, 0, 0, NULL, 0);
-    dp_raw_refuse_claims(pump, DP_WHY_STUCK);
+    dp_events_push(raw->pump, DP_EVENT_STUCK, 0, 0, 0, raw->index, NULL, 0);
+    dp_raw_refuse_claims(raw, DP_WHY_STUCK);
 }

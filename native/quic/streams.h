@@ -71,7 +71,7 @@ struct dp_stream {
     /* The application's own. */
     void *app;
     uint64_t app_number;
-    uint32_t app_state;
+    uint32_t app_state, app_index;
     struct dp_stream *app_next, *app_previous;
     int64_t app_at_ns[2];
 };

@@ -173,8 +173,9 @@ static inline void begin_on_device(uint32_t max_writing) {
 static inline void end_on_device(void) {
     leave_all();
     CHECK(dp_raw_in_flight(&pump) == 0);
-    dp_raw_detach(&pump, 1);
-    CHECK(!pump.raw->commands && !pump.raw->first_claim && !pump.raw->first_unposted);
+    dp_raw_detach(&pump, 0, 1);
+    const struct dp_raw *raw = pump.raw->partitions[0];
+    CHECK(!raw->commands && !raw->first_claim && !raw->first_unposted);
     free_all();
     free_pump();
     drop_region();

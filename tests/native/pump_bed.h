@@ -33,8 +33,12 @@ WEAK int64_t dp_raw_timer(const struct dp_pump *pump) {
 WEAK void dp_raw_on_timer(struct dp_pump *pump) {
     (void)pump;
 }
-WEAK int dp_raw_fd(const struct dp_pump *pump) {
+WEAK uint32_t dp_raw_count(const struct dp_pump *pump) {
     (void)pump;
+    return 1;
+}
+WEAK int dp_raw_fd(const struct dp_pump *pump, uint32_t partition) {
+    (void)pump, (void)partition;
     return runtime_fd;
 }
 WEAK bool dp_raw_sleep(struct dp_pump *pump) {

@@ -141,7 +141,7 @@ static inline void drop_region(void) {
 static inline void end(void) {
     leave_all();
     CHECK(dp_raw_in_flight(&pump) == 0);
-    dp_raw_detach(&pump, 1);
+    dp_raw_detach(&pump, 0, 1);
     for (uint32_t slot = 0; region && slot < SLOTS; slot++) {
         CHECK(state_at(region, slot) == DP_FREE || state_at(region, slot) == DP_CANCELLING);
         free_slot(region, slot);
@@ -211,7 +211,7 @@ expect_refused(const struct fake_stream *stream, uint32_t why, uint32_t a, uint3
     if (refused->why != why || refused->a != a || refused->b != b)
         fail("refused for %u (%u, %u), not %u (%u, %u)", refused->why, refused->a, refused->b, why,
              a, b);
-    CHECK(refused->padding == 0 && !stream->stream.in.place);
+    CHECK(refused->partition == 0 && !stream->stream.in.place);
     return refused;
 }
 

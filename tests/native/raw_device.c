@@ -85,10 +85,10 @@ static void test_no_room(void) {
             streams[i] = send_whole(0, &request);
         }
         const uint32_t posted = 32 - 3 * SLOTS, gone = posted + 2; /* of as many entries */
-        CHECK(pump.raw->first_unposted == &streams[posted]->stream);
+        CHECK(pump.raw->partitions[0]->first_unposted == &streams[posted]->stream);
         peer_resets(streams[posted]);
         peer_resets(streams[posted + 1]);
-        CHECK(pump.raw->first_unposted == &streams[gone]->stream);
+        CHECK(pump.raw->partitions[0]->first_unposted == &streams[gone]->stream);
         for (uint32_t i = 0; i < 2 * STREAMS_MAX; i++) {
             uint64_t before = carried_out;
             device_runs_for(answers);
@@ -100,7 +100,7 @@ static void test_no_room(void) {
                 expect_verdict(streams[i], 200, i, i + 1);
             else if (i < posted || i >= gone)
                 expect_verdict(streams[i], 429, 0xFFFF, i + 1);
-        CHECK(!pump.raw->first_claim);
+        CHECK(!pump.raw->partitions[0]->first_claim);
         expect_stats(SLOTS, 0, 0, 0);
         end_on_device();
     }
@@ -187,7 +187,7 @@ static void test_detach_and_end_all(void) {
         pass_after_device();
         struct fake_stream *waiting = send_whole(0, &request);
         if (detach)
-            dp_raw_detach(&pump, 1);
+            dp_raw_detach(&pump, 0, 1);
         else
             dp_raw_end_all(&pump, 4);
         CHECK(ready->resets == 1 && waiting->handed && event_count == 2);
@@ -232,7 +232,7 @@ static void test_stuck(void) {
     arrive(served, request.wire, 50, request.size, true);
     CHECK(served->sends == 0 && event_count == 4 && dp_raw_sleep(&pump));
     dp_raw_wake(&pump);
-    dp_raw_detach(&pump, 1);
+    dp_raw_detach(&pump, 0, 1);
     expect_refused(served, DP_WHY_LOST, 0, 0, true);
     end_on_device();
 }
@@ -357,7 +357,7 @@ static void test_stuck_at_a_deadline(void) {
     dp_raw_pass(&pump);
     pass_time(pump.now + SECOND / 10 + ANSWER);
     CHECK(event_count == 1 && events[0].kind == DP_EVENT_STUCK && !stream->fin);
-    dp_raw_detach(&pump, 1);
+    dp_raw_detach(&pump, 0, 1);
     CHECK(stream->resets == 1 && stream->reset_code == 1);
     device_runs();
     runtime_finishes(1, DP_FINISH_STOP);

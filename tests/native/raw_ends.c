@@ -308,7 +308,7 @@ static void test_detach_with_all_in_flight(void) {
     CHECK(state_at(region, 1) == DP_RUNNING && state_at(region, 2) == DP_READY);
     CHECK(placed->stream.in.place && dp_raw_in_flight(&pump) == 4);
     emit(1, generation, 0, 1);
-    dp_raw_detach(&pump, 1);
+    dp_raw_detach(&pump, 0, 1);
     CHECK(answered->resets == 1 && answered->reset_code == 1 && answered->sends == 2);
     expect_output(answered, 1); /* what was out by then */
     CHECK(event_count == 3 && dp_raw_in_flight(&pump) == 0);
@@ -348,7 +348,7 @@ static void test_detach_after_the_end(void) {
     struct fake_stream *stream = send_taken(0, 1, &generation);
     emit(1, generation, 0, 2);
     CHECK(dp_finish(region, 1, generation, DP_FINISH_STOP) == DP_DONE);
-    dp_raw_detach(&pump, 1);
+    dp_raw_detach(&pump, 0, 1);
     CHECK(stream->resets == 0 && event_count == 0);
     expect_output(stream, 2);
     expect_end(stream, DP_FINISH_STOP, 3, 2);
@@ -396,7 +396,7 @@ static void test_attach_checks(void) {
     region->geometry.table = DP_TABLE_HOST;
     with.null = 0;
     CHECK(dp_raw_attach(&pump, region, &with, reason) == 0);
-    CHECK(dp_raw_fd(&pump) == region->outputs[OWNER - 1]);
+    CHECK(dp_raw_fd(&pump, 0) == region->outputs[OWNER - 1]);
     end();
 }
 
@@ -407,13 +407,13 @@ static void test_sleep_and_wake(void) {
     struct fake_stream *stream = send_taken(0, 0, &generation);
     dp_raw_pass(&pump);
     emit(0, generation, 0, 1);
-    CHECK(read(dp_raw_fd(&pump), &rung, sizeof rung) < 0);
+    CHECK(read(dp_raw_fd(&pump, 0), &rung, sizeof rung) < 0);
     CHECK(!dp_raw_sleep(&pump));
     dp_raw_wake(&pump);
     dp_raw_pass(&pump);
     CHECK(dp_raw_sleep(&pump));
     emit(0, generation, 1, 2);
-    CHECK(read(dp_raw_fd(&pump), &rung, sizeof rung) == sizeof rung);
+    CHECK(read(dp_raw_fd(&pump, 0), &rung, sizeof rung) == sizeof rung);
     dp_raw_wake(&pump);
     dp_raw_pass(&pump);
     expect_output(stream, 2);

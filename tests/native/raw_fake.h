@@ -39,7 +39,7 @@ struct dp_conn {
 
 struct fake_event {
     uint16_t kind, flags;
-    uint64_t connection, stream;
+    uint64_t connection, stream, number;
     union {
         struct dp_refused refused;
         char text[200];
@@ -153,10 +153,10 @@ void dp_pump_ring(struct dp_pump *of) {
 
 void dp_events_push(struct dp_pump *of, uint16_t kind, uint16_t flags, uint64_t connection,
                     uint64_t stream, uint64_t number, const void *bytes, size_t size) {
-    CHECK(of == &pump && event_count < EVENTS_MAX && number == 0);
+    CHECK(of == &pump && event_count < EVENTS_MAX);
     struct fake_event *event = &events[event_count++];
     *event = (struct fake_event){
-        .kind = kind, .flags = flags, .connection = connection, .stream = stream};
+        .kind = kind, .flags = flags, .connection = connection, .stream = stream, .number = number};
     CHECK(kind == DP_EVENT_REFUSED ? size == sizeof event->with.refused
                                    : size < sizeof event->with.text);
     if (size)

@@ -191,7 +191,7 @@ static void test_broken_rules(void) {
         CHECK(dp_raw_sleep(&pump));
         dp_raw_wake(&pump);
         CHECK(victim->sends == 1 && bystander->sends == 1 && event_count == 1 && !half->handed);
-        dp_raw_detach(&pump, 1);
+        dp_raw_detach(&pump, 0, 1);
         CHECK(victim->resets == 1 && victim->reset_code == 1);
         CHECK(bystander->resets == 1 && bystander->reset_code == 1);
         CHECK(half->handed && event_count == 2);
@@ -212,7 +212,7 @@ static void test_slots_that_are_not_ours(void) {
     struct fake_stream *second = send_part(1, &request, 60);
     expect_broken("slot 0: it was given out twice");
     CHECK(second->handed && second->stream.in.consumed == 0 && !stream->handed);
-    dp_raw_detach(&pump, 1);
+    dp_raw_detach(&pump, 0, 1);
     expect_refused(stream, DP_WHY_LOST, 0, 0, false);
     drop_region();
     end();
@@ -223,7 +223,7 @@ static void test_slots_that_are_not_ours(void) {
     arrive(stream, request.wire, request.size, request.size, true);
     expect_broken("slot 0: it left WRITING under its listener");
     CHECK(!stream->handed && stream->sends == 0);
-    dp_raw_detach(&pump, 1);
+    dp_raw_detach(&pump, 0, 1);
     expect_refused(stream, DP_WHY_LOST, 0, 0, true);
     drop_region();
     end();

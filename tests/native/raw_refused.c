@@ -149,20 +149,20 @@ static void test_nobody_serves(void) {
     /* Before there is anything, and after it is gone. */
     begin();
     struct fake_stream *waiting = send_part(0, &request, 20);
-    dp_raw_detach(&pump, 1);
+    dp_raw_detach(&pump, 0, 1);
     expect_handed(send_whole(0, &request));
     arrive(waiting, request.wire, 20, 30, false);
     expect_handed(waiting);
-    CHECK(dp_raw_fd(&pump) == -1 && dp_raw_sleep(&pump));
+    CHECK(dp_raw_fd(&pump, 0) == -1 && dp_raw_sleep(&pump));
     dp_raw_wake(&pump);
     dp_raw_pass(&pump);
     end();
     make_pump();
     expect_handed(send_whole(0, &request));
-    CHECK(!pump.raw && dp_raw_timer(&pump) == INT64_MAX && dp_raw_fd(&pump) == -1);
+    CHECK(!pump.raw && dp_raw_timer(&pump) == INT64_MAX && dp_raw_fd(&pump, 0) == -1);
     dp_raw_pass(&pump);
     dp_raw_on_timer(&pump);
-    dp_raw_detach(&pump, 1);
+    dp_raw_detach(&pump, 0, 1);
     dp_raw_end_all(&pump, 1);
     leave_all();
     free_pump();
