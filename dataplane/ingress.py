@@ -26,7 +26,7 @@ from dataplane.manifest import DEFAULT_PARTITION
 from dataplane.prompt1 import Request
 from dataplane.slots import BAD_TOKEN, FULL, OVERFLOW, PENDING, SHORT, UNANSWERED, Finish
 from dataplane.stats import Stats, joint_hold_s
-from dataplane.table import Answer, SlotTable
+from dataplane.table import UNREAD, Answer, SlotTable
 
 _QUEUE = int(Series.QUEUE)
 _STOP = int(Finish.STOP)
@@ -53,6 +53,12 @@ class Routes(Protocol):
     def keys(self) -> "Mapping[bytes, Ingress] | None": ...
     def of(self, key: bytes | None) -> "Ingress | Refusal":
         """Return who admits the requests of this key, or why nobody does."""
+
+    def of_whole(self, data: Any, at: int, size: int) -> "tuple[Ingress, Any] | None":
+        """Return who admits a plain HTTP/3 request that came whole, and what was read of it.
+
+        None where it is not plain, or nobody admits it: `of` says why.
+        """
 
 
 class Ingress:
@@ -115,6 +121,10 @@ class Ingress:
     def of(self, key: bytes | None) -> "Ingress | Refusal":
         """Admit everybody."""
         return self
+
+    def of_whole(self, data: Any, at: int, size: int) -> "tuple[Ingress, Any] | None":
+        """Admit everybody, unread."""
+        return self, UNREAD
 
     # The table comes and goes.
 
@@ -336,9 +346,10 @@ class Ingress:
 
     def publish_whole(
         self, front: Front, connection: Peer, stream_id: int, data: Any, at: int, size: int,
-        complete_ns: int,
+        complete_ns: int, plain: Any = UNREAD,
     ) -> Exchange | Refusal | None:  # fmt: skip
-        """Decide on an HTTP/3 request that came whole, as bytes [at, at + size) of `data`.
+        """Decide on an HTTP/3 request that came whole, as bytes [at, at + size) of `data`, of which
+        `plain` may have been read already.
 
         The same as `claim` and `submit`, in one call on the table. What is more than a plain
         request and a free slot, or none, is left to those.
@@ -357,7 +368,7 @@ class Ingress:
         (
             status, generation, queue_ns, published_ns, slot, free_left, queue_us, ingress_us,
             n_tokens, max_output, id_bytes,
-        ) = serve(request_id, data, at, size, complete_ns)  # fmt: skip
+        ) = serve(request_id, data, at, size, complete_ns, plain)  # fmt: skip
         if status:
             if status != FULL:
                 return None

@@ -20,6 +20,8 @@ _admit, _write, _submit, _apply, _poll, _copy_output = (
     lib.dp_admit, lib.dp_write, lib.dp_submit, lib.dp_apply, lib.dp_poll, lib.dp_copy_output,
 )  # fmt: skip
 _serve_whole = lib.dp_serve_whole
+UNREAD: Any = ffi.NULL
+"""Of a request that C is to read."""
 _REVOKE: int = lib.DP_REVOKE
 _RELEASE: int = lib.DP_RELEASE
 
@@ -86,7 +88,7 @@ class SlotTable(Protocol):
     count: int
     generation: int
     free_left: int
-    serve_whole: Callable[[int, Any, int, int, int], Served] | None
+    serve_whole: Callable[[int, Any, int, int, int, Any], Served] | None
 
     @property
     def asks(self) -> Asks | None: ...
@@ -121,8 +123,9 @@ class HostTable:
         generation: Of the last claim.
         free_left: Slots seen free right after it.
         serve_whole: Claims, writes and publishes a plain HTTP/3 request that came whole at a time
-            (CLOCK_REALTIME ns): called with the id to give it, and bytes or a buffer of C's whose
-            [at, at + size) it is. None where there is no such thing.
+            (CLOCK_REALTIME ns): called with the id to give it, bytes or a buffer of C's whose
+            [at, at + size) it is, and what was read of it (`struct dp_h3_plain`) or `UNREAD`. None
+            where there is no such thing.
     """
 
     def __init__(self, region: Region, owner: int = 1) -> None:
@@ -141,7 +144,7 @@ class HostTable:
         self._ids_view = ffi.buffer(self._ids)
         self._watched: list[Any] = []
         self._served = ffi.new("struct dp_served *")
-        self.serve_whole: Callable[[int, Any, int, int, int], Served] | None = None
+        self.serve_whole: Callable[[int, Any, int, int, int, Any], Served] | None = None
 
     @property
     def asks(self) -> Asks | None:
@@ -188,8 +191,11 @@ class HostTable:
         whole.series, whole.null = Series.QUEUE, null
         served, view = self._served, ffi.buffer(self._served)
 
-        def serve(request_id: int, data: Any, at: int, size: int, complete_ns: int) -> Served:
-            _serve_whole(whole, latency.now_s, request_id, data, at, size, complete_ns, served)
+        def serve(
+            request_id: int, data: Any, at: int, size: int, complete_ns: int, plain: Any
+        ) -> Served:
+            now_s = latency.now_s
+            _serve_whole(whole, now_s, request_id, data, at, size, plain, complete_ns, served)
             return _unpack_served(view)
 
         self.serve_whole = serve

@@ -17,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from dataplane._native import ffi, lib
 from dataplane.errors import Refusal, Status, UsageError
 from dataplane.ingress import Ingress
 from dataplane.stats import Stats
@@ -47,12 +48,30 @@ class KeyedRoutes:
         self.keys: Mapping[bytes, Ingress] = {
             digest: ingresses[name] for digest, name in tenants.items()
         }
+        self._ingresses = tuple(ingresses.values())
+        numbers = {ingress: number for number, ingress in enumerate(self._ingresses)}
+        native = lib.dp_keys_new(
+            b"".join(self.keys), [numbers[of] for of in self.keys.values()], len(self.keys)
+        )
+        if native == ffi.NULL:
+            raise MemoryError("no memory for the API keys")
+        self._native = ffi.gc(native, lib.dp_keys_free)
+        self._plain = ffi.new("struct dp_h3_plain *")
 
     def of(self, key: bytes | None) -> Ingress | Refusal:
         """Return who admits the requests of this key; 401 without one that is known."""
         if not key:
             return NO_KEY
         return self.keys.get(sha256(key).digest(), UNKNOWN_KEY)
+
+    def of_whole(self, data: Any, at: int, size: int) -> tuple[Ingress, Any] | None:
+        """Return who admits a plain HTTP/3 request that came whole, by the key in it.
+
+        What was read of it is good until the next call.
+        """
+        plain = self._plain
+        number = lib.dp_read_whole(self._native, data, at, size, plain)
+        return (self._ingresses[number], plain) if number >= 0 else None
 
 
 def read(path: Path, partitions: Sequence[str]) -> dict[bytes, str]:

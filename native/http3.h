@@ -14,6 +14,7 @@
 #define DP_H3_HEADERS 1
 
 #define DP_H3_ID_MAX       64
+#define DP_H3_KEY_MAX      512
 #define DP_H3_ACCEPTED_MAX 512  /* bytes of dp_h3_accepted, for a media type of at most 64 */
 #define DP_H3_IDS_MAX      2048 /* bytes of ids that dp_h3_binary takes */
 
@@ -23,7 +24,10 @@ struct dp_h3_plain {
     uint32_t n_tokens;   /* it is that long, in ids of four bytes */
     uint32_t max_output; /* 0: not stated */
     uint32_t id_bytes;   /* the client's own identifier, 0: none */
+    uint32_t key_bytes;  /* the API key: a bearer token, or else x-api-key; 0: none */
+    uint32_t key_twice;  /* a field that may hold one came twice: which key that is, Python says */
     uint8_t id[DP_H3_ID_MAX];
+    uint8_t key[DP_H3_KEY_MAX];
 };
 
 /* Whether bytes [at, at + size), a whole stream, are one: HEADERS, one DATA frame as long as the

@@ -8,8 +8,8 @@
 #include <stdbool.h>
 #include <string.h>
 
-#define SECTION_MAX 1024 /* encoded; a longer one is unusual */
-#define TEXT_MAX    512  /* of a name or value after decompression */
+#define SECTION_MAX 1024          /* encoded; a longer one is unusual */
+#define TEXT_MAX    DP_H3_KEY_MAX /* of a name or value after decompression */
 #define FIELDS_MAX  32
 
 /* What lies ahead. Once something is not as it should be, `ok` stays false. */
@@ -162,6 +162,8 @@ enum field {
     ACCEPT,
     MAX_TOKENS,
     REQUEST_ID,
+    AUTHORIZATION,
+    API_KEY,
     WITHOUT_EFFECT, /* may stand in any request, and says nothing to this server */
 };
 
@@ -181,8 +183,8 @@ static const struct {
     NAME("user-agent", WITHOUT_EFFECT),
     NAME("accept-encoding", WITHOUT_EFFECT),
     NAME("accept-language", WITHOUT_EFFECT),
-    NAME("authorization", WITHOUT_EFFECT),
-    NAME("x-api-key", WITHOUT_EFFECT),
+    NAME("authorization", AUTHORIZATION),
+    NAME("x-api-key", API_KEY),
     NAME("traceparent", WITHOUT_EFFECT),
     NAME("tracestate", WITHOUT_EFFECT),
     NAME("x-forwarded-for", WITHOUT_EFFECT),
@@ -242,6 +244,8 @@ static enum field static_name(uint32_t index) {
     case 53:
     case 54:
         return CONTENT_TYPE;
+    case 84:
+        return AUTHORIZATION;
     case 13:
     case 31:
     case 36:
@@ -251,7 +255,6 @@ static enum field static_name(uint32_t index) {
     case 40:
     case 41:
     case 72:
-    case 84:
     case 90:
     case 95:
     case 96:
@@ -296,13 +299,52 @@ static bool is_value(struct text text, bool spaces) {
 struct section {
     uint32_t seen; /* bits by enum field */
     uint32_t length;
+    bool has_token;
     struct dp_h3_plain *out;
 };
+
+/* The token of `Bearer TOKEN` (RFC 6750 section 2.1), whose scheme is in any case; empty for every
+ * other scheme. */
+static struct text bearer_token(struct text value) {
+    static const char scheme[] = "bearer ";
+    const uint32_t size = sizeof scheme - 1;
+    if (value.size <= size)
+        return (struct text){value.bytes, 0};
+    for (uint32_t i = 0; i < size; i++)
+        if ((value.bytes[i] | 0x20) != scheme[i])
+            return (struct text){value.bytes, 0};
+    struct text token = {value.bytes + size, value.size - size};
+    for (; token.size && *token.bytes == ' '; token.size--)
+        token.bytes++;
+    return token;
+}
+
+/* A field that may hold the API key: as dataplane/fronts/parameters.py has it, a bearer token
+ * counts before x-api-key. */
+static bool on_key(struct section *section, enum field field, struct text value) {
+    struct dp_h3_plain *out = section->out;
+    if (!is_value(value, true))
+        return false;
+    out->key_twice |= section->seen >> field & 1;
+    if (field == AUTHORIZATION) {
+        value = bearer_token(value);
+        section->has_token |= value.size != 0;
+    } else if (section->has_token) {
+        return true;
+    }
+    if (value.size) {
+        memcpy(out->key, value.bytes, value.size);
+        out->key_bytes = value.size;
+    }
+    return true;
+}
 
 /* A field with its value. False: not of a plain request. */
 static bool on_field(struct section *section, enum field field, struct text value) {
     if (field == WITHOUT_EFFECT)
         return is_value(value, true);
+    if (field == AUTHORIZATION || field == API_KEY)
+        return on_key(section, field, value);
     uint32_t bit = 1u << field;
     if (section->seen & bit) /* what comes twice may contradict itself */
         return false;
@@ -396,7 +438,7 @@ static bool take_section(struct reader *in, struct section *section) {
 
 int dp_h3_plain(const uint8_t *bytes, uint32_t at, uint32_t size, struct dp_h3_plain *out) {
     struct reader in = {bytes + at, bytes + at + size, true};
-    out->max_output = out->id_bytes = 0;
+    out->max_output = out->id_bytes = out->key_bytes = out->key_twice = 0;
     if (take_byte(&in) != DP_H3_HEADERS)
         return 0;
     uint32_t length = take_varint(&in);

@@ -9,26 +9,14 @@ static uint32_t microseconds(int64_t ns) {
     return ns < 0 ? 0 : us > UINT32_MAX ? UINT32_MAX : (uint32_t)us;
 }
 
-/* What the request states, within the bounds that the runtime set: those are Python's to refuse. */
-static int read_request(const struct dp_geometry *geometry, const uint8_t *bytes, uint32_t at,
-                        uint32_t size, struct dp_h3_plain *plain) {
-    if (!dp_h3_plain(bytes, at, size, plain))
-        return 0;
-    if (plain->n_tokens > geometry->context || plain->max_output > geometry->max_output)
-        return 0;
-    if (!plain->max_output)
-        plain->max_output = geometry->max_output;
-    return 1;
-}
-
-static int claim(struct dp_whole *whole, const struct dp_h3_plain *plain, uint64_t request_id,
-                 int64_t complete_ns, struct dp_served *out) {
+static int claim(struct dp_whole *whole, uint64_t request_id, int64_t complete_ns,
+                 struct dp_served *out) {
     uint32_t start = whole->next;
     whole->next = start + 1 < whole->count ? start + 1 : 0;
     struct dp_claimed claimed = {0};
     int status =
         dp_admit(whole->region, whole->owner, whole->first, whole->count, start, whole->count,
-                 request_id, plain->n_tokens, 4, plain->max_output, 0, 0, 0, 0, &claimed);
+                 request_id, out->n_tokens, 4, out->max_output, 0, 0, 0, 0, &claimed);
     out->queue_ns = dp_realtime_ns() - complete_ns;
     out->queue_us = microseconds(out->queue_ns);
     out->slot = claimed.slot;
@@ -57,19 +45,30 @@ static int64_t publish(struct dp_whole *whole, const struct dp_h3_plain *plain,
     return DP_OK;
 }
 
+int64_t dp_read_whole(struct dp_keys *keys, const uint8_t *bytes, uint32_t at, uint32_t size,
+                      struct dp_h3_plain *out) {
+    if (!dp_h3_plain(bytes, at, size, out) || out->key_twice)
+        return -1;
+    return dp_keys_find(keys, out->key, out->key_bytes);
+}
+
 void dp_serve_whole(struct dp_whole *whole, uint64_t now_s, uint64_t request_id,
-                    const uint8_t *bytes, uint32_t at, uint32_t size, int64_t complete_ns,
-                    struct dp_served *out) {
-    struct dp_h3_plain plain;
+                    const uint8_t *bytes, uint32_t at, uint32_t size,
+                    const struct dp_h3_plain *plain, int64_t complete_ns, struct dp_served *out) {
+    const struct dp_geometry *geometry = &whole->region->geometry;
+    struct dp_h3_plain own;
     out->status = DP_NOT_PLAIN;
-    if (!read_request(&whole->region->geometry, bytes, at, size, &plain))
+    if (!plain && dp_h3_plain(bytes, at, size, &own))
+        plain = &own;
+    /* The bounds that the runtime set are Python's to refuse. */
+    if (!plain || plain->n_tokens > geometry->context || plain->max_output > geometry->max_output)
         return;
-    out->n_tokens = plain.n_tokens;
-    out->max_output = plain.max_output;
-    out->id_bytes = plain.id_bytes;
-    if (plain.id_bytes)
-        memcpy(out->id, plain.id, plain.id_bytes);
-    out->status = claim(whole, &plain, request_id, complete_ns, out);
+    out->n_tokens = plain->n_tokens;
+    out->max_output = plain->max_output ? plain->max_output : geometry->max_output;
+    out->id_bytes = plain->id_bytes;
+    if (plain->id_bytes)
+        memcpy(out->id, plain->id, plain->id_bytes);
+    out->status = claim(whole, request_id, complete_ns, out);
     if (out->status == DP_OK)
-        out->status = publish(whole, &plain, bytes, complete_ns, now_s, out);
+        out->status = publish(whole, plain, bytes, complete_ns, now_s, out);
 }

@@ -6,6 +6,7 @@
 #define DP_WHOLE_H
 
 #include "http3.h"
+#include "keys.h"
 #include "latency.h"
 #include "tokens.h"
 
@@ -33,11 +34,17 @@ struct dp_served {
     uint8_t id[DP_H3_ID_MAX];
 };
 
-/* dp_h3_plain on bytes [at, at + size), then dp_admit of a greedy request that may have any slot,
- * then dp_submit with its whole body. Both times are counted when it was published and neither is
- * negative: a clock that went back is the caller's to count. */
+/* dp_h3_plain on bytes [at, at + size): the number that its API key leads to, and *out for
+ * dp_serve_whole; -1: not known, or a key that is Python's to refuse. */
+int64_t dp_read_whole(struct dp_keys *keys, const uint8_t *bytes, uint32_t at, uint32_t size,
+                      struct dp_h3_plain *out);
+
+/* dp_h3_plain on bytes [at, at + size), unless `plain` has what it said of them, then dp_admit of a
+ * greedy request that may have any slot, then dp_submit with its whole body. Both times are counted
+ * when it was published and neither is negative: a clock that went back is the caller's to count.
+ */
 void dp_serve_whole(struct dp_whole *whole, uint64_t now_s, uint64_t request_id,
-                    const uint8_t *bytes, uint32_t at, uint32_t size, int64_t complete_ns,
-                    struct dp_served *out);
+                    const uint8_t *bytes, uint32_t at, uint32_t size,
+                    const struct dp_h3_plain *plain, int64_t complete_ns, struct dp_served *out);
 
 #endif

@@ -14,6 +14,9 @@ class Quiet:
     def has(self, target: str, probes: bool) -> bool:
         return False
 
+    def is_about_a_partition(self, target: str) -> bool:
+        return False
+
     def get(self, target: str, probes: bool, request_id: str, partition: str | None) -> Page:
         return Page(404, "text/plain", target.encode())
 

@@ -32,6 +32,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return Library(gpu_programs.build_library(tmp_path_factory.mktemp("gpu")))
+
+
 class Leaving(Recorder):
     """A connection that its front hears of when it is closed."""
 

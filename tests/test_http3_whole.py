@@ -3,171 +3,39 @@ the one that the framing leads to, which is asked the same here.
 """
 
 import random
-import re
 from array import array
 from collections.abc import Callable
-from typing import Any
 
 import pylsqpack
 import pytest
-from http3_recorder import Answer, Pairs, Quiet, Recorder
+from http3_recorder import Answer, Pairs, Recorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from whole_requests import (
+    AT_NS,
+    CONTEXT,
+    IDS,
+    PLAIN,
+    SLOTS,
+    VOCAB,
+    Server,
+    bare,
+    instead,
+    message,
+    same,
+    section,
+    without,
+)
 
 from dataplane._native import ffi, lib
-from dataplane.exchange import Exchange
-from dataplane.fronts.generate import Generate
 from dataplane.fronts.session import Session
 from dataplane.http3 import data_frame_header
 from dataplane.http3_fields import decode_section
-from dataplane.ingress import Ingress
-from dataplane.manifest import Manifest
-from dataplane.region import create_region
-from dataplane.stats import Stats
-from dataplane.table import HostTable
-
-VOCAB, SLOTS, CONTEXT, MOST = 1000, 4, 64, 32
-AT_NS = 1_000_000_000
-IDS = array("I", range(16)).tobytes()
-# What differs from one request to the next whichever way it took.
-VARYING = {b"x-queue-time", b"server-timing"}
-MADE_UP = {b"x-request-id", b"request-id"}
-
-
-class Server:
-    """A front with slots of its own; `null` as the runtime of that name."""
-
-    def __init__(self, null: bool) -> None:
-        manifest = Manifest(
-            model="m", slots=SLOTS, context=CONTEXT, max_output=MOST, vocab_size=VOCAB
-        )
-        self.ingress = Ingress(Stats(), 5.0, SLOTS)
-        self.table = HostTable(create_region(manifest, 1, 2))
-        self.ingress.attach(self.table, null)
-        pages: Any = Quiet()
-        self.front = Generate(self.ingress, pages)
-
-    def ask(self, data: bytes, whole: bool) -> tuple[Recorder, bool]:
-        """Give a stream's bytes; what was told, and whether the shortcut was taken."""
-        connection = Recorder()
-        session = connection.extra = Session(self.front, connection)
-        if whole and session.take_whole(0, data, 0, len(data), AT_NS):
-            return connection, True
-        session.at_ns, session.fin = AT_NS, True
-        session.http3.receive(0, data, True, session)
-        return connection, False
-
-    def outcome(self, data: bytes, whole: bool) -> tuple[Any, bool]:
-        """Everything that can be seen of a request, but what differs each time."""
-        before = self.counted()
-        connection, short = self.ask(data, whole)
-        self.ingress.egress.flush()
-        seen: list[Any] = []
-        for kind, *rest in connection.told:
-            if kind == "send":
-                answer = Answer(rest[0]) if rest[1] else None
-                seen.append((kind, rest[1], self.readable(rest[0], answer)))
-            else:
-                seen.append((kind, *rest))
-        held = []
-        for exchange in self.live():
-            request = self.table.request(exchange.slot)
-            ids = self.table.region.prompt(exchange.slot, request.n_tokens).tolist()
-            ids = [] if exchange.writing else ids  # what stands there is another request's
-            held.append((request.n_tokens, request.max_output, ids, request.temperature,
-                         request.top_p, request.top_k, request.seed, exchange.n_tokens,
-                         exchange.max_output, exchange.stream_id, exchange.complete_ns,
-                         exchange.answered, exchange.writing, exchange.sent))  # fmt: skip
-            self.ingress.leave(exchange)
-        return (seen, held, self.counted(before), connection.writing), short
-
-    def live(self) -> list[Exchange]:
-        return [exchange for exchange in self.ingress._exchanges if exchange.live]
-
-    def counted(self, before: tuple[int, ...] = (0,) * 8) -> tuple[int, ...]:
-        stats = self.ingress.stats
-        totals = [stats.latency.total(series).within[-1] for series in (0, 1)]
-        now = (stats.claimed, stats.completed, stats.failed, stats.answers[200],
-               stats.answers[400], stats.answers[429], *totals)  # fmt: skip
-        return tuple(a - b for a, b in zip(now, before, strict=False))
-
-    @staticmethod
-    def readable(data: bytes, answer: Answer | None) -> Any:
-        if answer is None:
-            # The beginning of an answer: its HEADERS frame alone.
-            return sorted(name for name, _ in decode_section(data[3:]))
-        fields = []
-        for name, value in answer.fields:
-            if name in VARYING or (name in MADE_UP and len(value) == 16) or name == b"x-slot":
-                value = b"?" * (name != b"content-length")
-            fields.append((name, value))
-        body = answer.body
-        if (b"content-type", b"application/problem+json") in answer.fields:
-            at = body.index(b'"request_id"')
-            body = body[:at]
-        elif (b"content-type", b"application/json") in answer.fields:
-            body = re.sub(rb"[0-9a-f]{16}|[0-9]+", b"?", body)
-        return fields, body
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["null", "held"])
 def server(request: pytest.FixtureRequest) -> Server:
     return Server(request.param)
-
-
-PLAIN: Pairs = [
-    (b":method", b"POST"),
-    (b":scheme", b"https"),
-    (b":authority", b"localhost:4433"),
-    (b":path", b"/v1/generate"),
-    (b"content-type", b"application/octet-stream"),
-    (b"content-length", b"%d" % len(IDS)),
-]
-
-
-def section(pairs: Pairs) -> bytes:
-    return bytes(pylsqpack.Encoder().encode(0, pairs)[1])
-
-
-def bare(pairs: Pairs) -> bytes:
-    """A section of literals that are not compressed."""
-
-    def number(first: int, bits: int, value: int) -> bytes:
-        most = (1 << bits) - 1
-        if value < most:
-            return bytes((first | value,))
-        value, out = value - most, bytes((first | most,))
-        while value >= 0x80:
-            out += bytes((value & 0x7F | 0x80,))
-            value >>= 7
-        return out + bytes((value,))
-
-    return b"\0\0" + b"".join(
-        number(0x20, 3, len(name)) + name + number(0, 7, len(value)) + value
-        for name, value in pairs
-    )
-
-
-def message(pairs: Pairs, body: bytes = IDS, encode: Callable[[Pairs], bytes] = section) -> bytes:
-    block = encode(pairs)
-    head = (0x014000 | len(block)).to_bytes(3, "big") + block
-    return head + (data_frame_header(len(body)) + body if body else b"")
-
-
-def without(name: bytes) -> Pairs:
-    return [pair for pair in PLAIN if pair[0] != name]
-
-
-def instead(name: bytes, value: bytes) -> Pairs:
-    return [(n, value if n == name else v) for n, v in PLAIN]
-
-
-def same(server: Server, data: bytes) -> bool:
-    """The outcome is the same both ways; whether the shortcut was taken."""
-    by_whole, short = server.outcome(data, True)
-    by_framing, _ = server.outcome(data, False)
-    assert by_whole == by_framing
-    return short
 
 
 SHORT = {

@@ -35,6 +35,7 @@ from dataplane.http3_fields import Code, Data, Fields, Pair
 from dataplane.http_names import BINARY, EVENTS, GENERATE, JSON
 from dataplane.ingress import Ingress
 from dataplane.prompt1 import Request
+from dataplane.table import UNREAD
 
 if TYPE_CHECKING:
     from dataplane.fronts.generate import Generate
@@ -104,10 +105,13 @@ class Session:
         if stream_id in http3.streams or stream_id & 3 or http3.closed:
             return False
         front, connection = self.front, self.connection
-        ingress = front.routes.sole
+        ingress, plain = front.routes.sole, UNREAD
         if ingress is None:
-            return False  # a key decides, and the short way reads none
-        exchange = ingress.publish_whole(front, connection, stream_id, data, at, size, at_ns)
+            found = front.routes.of_whole(data, at, size)
+            if found is None:
+                return False
+            ingress, plain = found
+        exchange = ingress.publish_whole(front, connection, stream_id, data, at, size, at_ns, plain)
         if exchange is None:
             return False
         if stream_id > self._last:

@@ -147,7 +147,7 @@ static inline void free_all(void) {
 /* Cases ----------------------------------------------------------------------------------------
  */
 
-static inline void begin_on_device(uint32_t max_writing) {
+static inline void make_device_region(void) {
     struct dp_geometry geometry = {.table = DP_TABLE_DEVICE,
                                    .slots = SLOTS,
                                    .context = TOKENS,
@@ -163,6 +163,10 @@ static inline void begin_on_device(uint32_t max_writing) {
         region->outputs[i] = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     memcpy(words, region->states, sizeof words);
     carried_out = 0;
+}
+
+static inline void begin_on_device(uint32_t max_writing) {
+    make_device_region();
     struct dp_raw_config with = config();
     with.max_writing = max_writing;
     with.answer_timeout = ANSWER;

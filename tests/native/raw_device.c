@@ -395,12 +395,54 @@ static void test_sleep(void) {
     end_on_device();
 }
 
+/* A device in a partition of its own: whose claim waits there is found there, and the slots of the
+ * host beside it are nothing to it. */
+static void test_beside_another_partition(void) {
+    struct dp_region *hosts = region_new(SLOTS, TOKENS, OWNER);
+    make_device_region();
+    make_pump();
+    CHECK(set_keys(BETA) == 0);
+    struct dp_raw_config with = config();
+    CHECK(dp_raw_attach(&pump, hosts, &with, BUSY) == 0);
+    with.partition = BETA;
+    with.answer_timeout = ANSWER;
+    CHECK(dp_raw_attach(&pump, region, &with, BUSY) == 0);
+    struct request alpha = with_key(3, "alpha"), beta = with_key(3, "beta");
+    struct fake_stream *left = send_whole(0, &beta), *served = send_whole(0, &beta);
+    struct fake_stream *other = send_whole(0, &alpha);
+    dp_raw_pass(&pump);
+    expect_verdict(other, 200, 0, 77);
+    CHECK(left->sends == 0 && served->sends == 0);
+    peer_resets(left);
+    pass_after_device();
+    pass_after_device();
+    expect_verdict(served, 200, 1, 77);
+    CHECK(word_state(0) == DP_FREE && dp_raw_partition_stats(&pump, BETA).claimed == 1);
+    /* Nothing more is answered there. */
+    struct fake_stream *stuck = send_whole(1, &beta);
+    pump.now += ANSWER;
+    CHECK(dp_raw_timer(&pump) <= pump.now);
+    dp_raw_on_timer(&pump);
+    CHECK(event_count == 2 && events[0].kind == DP_EVENT_STUCK && events[0].number == BETA);
+    CHECK(events[1].with.refused.why == DP_WHY_STUCK && events[1].with.refused.partition == BETA);
+    CHECK(stuck->handed);
+    struct fake_stream *last = send_whole(1, &alpha);
+    dp_raw_pass(&pump);
+    expect_verdict(last, 200, 1, 77);
+    leave_all();
+    dp_raw_detach(&pump, BETA, 1);
+    dp_raw_detach(&pump, 0, 1);
+    free_pump();
+    region_delete(hosts);
+    drop_region();
+}
+
 int main(void) {
     RUN(test_a_whole_request, test_full, test_no_room, test_many_between_two_passes, test_leavers,
         test_decided_too_late, test_detach_and_end_all, test_stuck, test_late_itself,
         test_answers_of_nobody, test_deadline_in_ready, test_deadline_in_running,
         test_deadline_loses, test_leaves_while_asked, test_stuck_at_a_deadline, test_slow_reader,
-        test_sleep);
+        test_sleep, test_beside_another_partition);
     test_bodies(2);
     test_bodies(4);
     printf("raw_device: asked, answered, given up\n");

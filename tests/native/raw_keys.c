@@ -1,24 +1,10 @@
 /* Several partitions, and the API keys that say whose slots a request gets. */
 #include "raw_bed.h"
 
-#include "keys.h"
-
-#define BETA 5 /* partitions need not be dense */
-
-/* SHA-256 of "alpha", "beta" and nothing, as `printf %s alpha | sha256sum` says. */
-static const char alpha_hash[] = "8ed3f6ad685b959ead7022518e1af76cd816f8e8ec7ccdda1ed4018e8f2223f8";
-static const char beta_hash[] = "f44e64e75f3948e9f73f8dfa94721c4ce8cbb4f265c4790c702b2d41cfbf2753";
+/* Of nothing. */
 static const char no_hash[] = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
 
 static struct dp_region *alphas, *betas;
-
-static void read_hash(const char *hash, uint8_t *to) {
-    for (int i = 0; i < DP_KEY_DIGEST; i++) {
-        unsigned byte;
-        CHECK(sscanf(hash + 2 * (size_t)i, "%2x", &byte) == 1);
-        to[i] = (uint8_t)byte;
-    }
-}
 
 static int64_t number_of(struct dp_keys *keys, const char *key) {
     return dp_keys_find(keys, (const uint8_t *)key, strlen(key));
@@ -54,13 +40,6 @@ static void test_looking_up(void) {
 
 /* Serving ------------------------------------------------------------------------------------- */
 
-static int set_keys(uint32_t beta) {
-    uint8_t digests[2 * DP_KEY_DIGEST];
-    read_hash(alpha_hash, digests);
-    read_hash(beta_hash, digests + DP_KEY_DIGEST);
-    return dp_raw_set_keys(&pump, digests, (uint32_t[]){0, beta}, 2);
-}
-
 /* What the bed looks at. */
 static void look_at(struct dp_region *of) {
     region = of;
@@ -94,26 +73,6 @@ static void end_keyed(void) {
         free_slot(betas, slot);
     look_at(alphas);
     end();
-}
-
-/* A request with the header's extensions: for each key one, "" for one that is empty. */
-static struct request keyed(uint32_t n, const char *const *keys, uint32_t count) {
-    uint32_t header = 48;
-    for (uint32_t i = 0; i < count; i++)
-        header += 4 + (uint32_t)strlen(keys[i]);
-    struct request request = encoded(n, 4, header);
-    uint8_t *at = request.wire + 48;
-    for (uint32_t i = 0; i < count; i++) {
-        put(at, 1, 2);
-        put(at + 2, strlen(keys[i]), 2);
-        memcpy(at + 4, keys[i], strlen(keys[i]));
-        at += 4 + strlen(keys[i]);
-    }
-    return request;
-}
-
-static struct request with_key(uint32_t n, const char *key) {
-    return keyed(n, &key, 1);
 }
 
 static struct fake_stream *ask(uint32_t conn, const char *key) {
