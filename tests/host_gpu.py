@@ -41,7 +41,7 @@ class Library:
             handle, name, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(ctypes.c_uint64),
         ]  # fmt: skip
         native.host_stream_done.argtypes = native.host_stream_wait.argtypes = [handle]
-        native.host_stuck.argtypes = [handle, ctypes.c_int]
+        native.host_stuck.argtypes = native.host_capture.argtypes = [handle, ctypes.c_int]
         native.host_fail.argtypes = [handle, name, ctypes.c_int]
         native.host_calls.argtypes = native.host_launched.argtypes = [handle, name]
         native.host_echo_job_bytes.restype = ctypes.c_size_t
@@ -127,6 +127,10 @@ class HostGpu:
     def get_stuck(self, stuck: bool = True) -> None:
         """Have no kernel end from now on."""
         self.library.native.host_stuck(self.handle, stuck)
+
+    def capture(self, capturing: bool = True) -> None:
+        """Have some thread capture a graph, in CUDA's default mode, until it is told otherwise."""
+        self.library.native.host_capture(self.handle, capturing)
 
     def fail(self, call: str, result: int) -> None:
         """Have a call of the driver answer with this `CUresult` from now on."""

@@ -107,6 +107,18 @@ def test_claims_are_answered(on: Mapped, gpu: HostGpu, stays: bool) -> None:
 
 
 @BOTH
+def test_an_engine_may_capture_a_graph_meanwhile(on: Mapped, gpu: HostGpu, stays: bool) -> None:
+    with running(on, stays) as admission:
+        assert claim(on) >= 0
+        gpu.capture()
+        try:
+            assert [claim(on) >= 0 for _ in range(20)] == [True] * 20
+        finally:
+            gpu.capture(False)
+        assert admission.error is None
+
+
+@BOTH
 def test_every_listener_is_served(gpu: HostGpu, stays: bool) -> None:
     # A slot for each: what one lets go of need not be back before another one claims.
     with open_region(listeners=3, slots=3, table="device") as region:
@@ -262,6 +274,11 @@ def test_after_a_pause_one_command_is_carried_out_before_the_clock_is_looked_at(
     ("call", "stays", "doing"),
     [
         ("cuCtxSetCurrent", False, "using the device's context on the admission thread"),
+        (
+            "cuThreadExchangeStreamCaptureMode",
+            False,
+            "using the device's context on the admission thread",
+        ),
         ("cuLaunchKernel", False, f"launching {TICK}"),
         ("cuLaunchKernel", True, f"launching {TICK}"),
         ("cuStreamQuery", False, "the admission kernel on the device"),

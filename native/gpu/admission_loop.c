@@ -134,6 +134,14 @@ static int make_current(struct dp_admission *admission) {
     return noted(admission, DP_ADMISSION_CONTEXT, plan->driver->cuCtxSetCurrent(plan->context));
 }
 
+/* While a thread of the engine captures a graph, what this one asks of the driver would fail and
+ * spoil the capture: as every thread is made, it has a part in those of all others. */
+static int stay_out_of_captures(struct dp_admission *admission) {
+    int mode = DP_CUDA_CAPTURE_RELAXED;
+    return noted(admission, DP_ADMISSION_CONTEXT,
+                 admission->plan.driver->cuThreadExchangeStreamCaptureMode(&mode));
+}
+
 /* Keeps the offset of the clocks, where there is a new stamp. Each kernel's last one is looked at
  * before the next launch, so a stamp is always of the last kernel launched. */
 static void look_at_clock(struct dp_admission *admission) {
@@ -235,6 +243,8 @@ int dp_admission_run(struct dp_admission *admission) {
     struct dp_region *region = admission->plan.region;
     dp_device_stop(region, 0);
     int result = make_current(admission);
+    if (!result)
+        result = stay_out_of_captures(admission);
     while (!result && !is_ending(admission)) {
         int found = dp_device_wait(region, admission->watch, LOOK_MS, DP_ADMISSION_SPIN_US);
         if (found < 0)

@@ -31,7 +31,7 @@ struct dp_admission_plan {
 /* The call that failed last. */
 enum dp_admission_call {
     DP_ADMISSION_NONE = 0,
-    DP_ADMISSION_CONTEXT = 1,
+    DP_ADMISSION_CONTEXT = 1,  /* making it current, or staying out of captures in it */
     DP_ADMISSION_TICK = 2,     /* launching it */
     DP_ADMISSION_RESIDENT = 3, /* likewise */
     DP_ADMISSION_KERNEL = 4,   /* a kernel, while it ran */

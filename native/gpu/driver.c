@@ -28,9 +28,9 @@ struct dp_driver *dp_driver_open(const char *library, char *error, size_t bytes)
     if (!driver->library)
         snprintf(error, bytes, "%s", dlerror());
     if (driver->library && FIND(driver, cuCtxGetCurrent) && FIND(driver, cuCtxSetCurrent) &&
-        FIND(driver, cuLaunchKernel) && FIND(driver, cuStreamQuery) &&
-        FIND(driver, cuStreamSynchronize) && FIND(driver, cuGetErrorName) &&
-        FIND(driver, cuGetErrorString))
+        FIND(driver, cuThreadExchangeStreamCaptureMode) && FIND(driver, cuLaunchKernel) &&
+        FIND(driver, cuStreamQuery) && FIND(driver, cuStreamSynchronize) &&
+        FIND(driver, cuGetErrorName) && FIND(driver, cuGetErrorString))
         return driver;
     dp_driver_close(driver);
     return NULL;

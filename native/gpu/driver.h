@@ -10,7 +10,8 @@
 
 #include <stddef.h>
 
-#define DP_CUDA_NOT_READY 600 /* CUDA_ERROR_NOT_READY */
+#define DP_CUDA_NOT_READY       600 /* CUDA_ERROR_NOT_READY */
+#define DP_CUDA_CAPTURE_RELAXED 2   /* CU_STREAM_CAPTURE_MODE_RELAXED */
 
 typedef struct CUctx_st *CUcontext;
 typedef struct CUfunc_st *CUfunction;
@@ -23,6 +24,8 @@ struct dp_driver {
     int (*cuLaunchKernel)(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                           unsigned block_x, unsigned block_y, unsigned block_z,
                           unsigned shared_bytes, CUstream stream, void **arguments, void **extra);
+    /* `mode` is a CUstreamCaptureMode, and then the one that this thread had before. */
+    int (*cuThreadExchangeStreamCaptureMode)(int *mode);
     int (*cuStreamQuery)(CUstream stream);
     int (*cuStreamSynchronize)(CUstream stream);
     int (*cuGetErrorName)(int result, const char **text);

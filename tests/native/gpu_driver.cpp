@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 extern "C" {
 #include "driver.h"
@@ -17,10 +18,11 @@ int host_done(void *launch);
 void host_wait(void *launch);
 }
 
-enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201, MOST_ARGUMENTS = 8 };
+enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201, CAPTURE_UNSUPPORTED = 900, MOST_ARGUMENTS = 8 };
 
 struct CUctx_st {
     std::atomic<bool> stuck{false};
+    std::atomic<bool> capturing{false}; /* some thread does, in the mode that is the default */
     std::mutex lock;
     std::map<std::string, int> failures;
     std::map<std::string, unsigned> calls, launched;
@@ -41,6 +43,7 @@ struct CUfunc_st {
 namespace {
 
 thread_local CUctx_st *current;
+thread_local int capture_mode; /* 0: this thread has a part in every capture */
 
 CUfunc_st functions[] = {
     {"dp_admission_tick", "an"},
@@ -53,6 +56,8 @@ int called(CUctx_st *gpu, const char *name) {
         return 0;
     std::lock_guard<std::mutex> locked(gpu->lock);
     gpu->calls[name]++;
+    if (gpu->capturing && !capture_mode && !strncmp(name, "cuStream", strlen("cuStream")))
+        return CAPTURE_UNSUPPORTED;
     auto failure = gpu->failures.find(name);
     return failure == gpu->failures.end() ? 0 : failure->second;
 }
@@ -100,6 +105,13 @@ int cuCtxGetCurrent(CUcontext *context) {
 int cuCtxSetCurrent(CUcontext context) {
     current = context;
     return called(context, "cuCtxSetCurrent");
+}
+
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    if (int failure = called(current, "cuThreadExchangeStreamCaptureMode"))
+        return failure;
+    std::swap(*mode, capture_mode);
+    return 0;
 }
 
 /* Launches that run one after the other, beside their caller. */
@@ -190,6 +202,11 @@ void host_stream_wait(CUstream stream) {
 /* While it is stuck, no kernel ends. */
 void host_stuck(CUcontext gpu, int stuck) {
     gpu->stuck = stuck;
+}
+
+/* Have a thread that is none of those here capture a graph, or end that. */
+void host_capture(CUcontext gpu, int capturing) {
+    gpu->capturing = capturing;
 }
 
 /* Have a call of the driver fail from now on; with 0, no more. */
