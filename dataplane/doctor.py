@@ -351,5 +351,7 @@ def _visible(found: gpus.Gpus, names: str) -> Finding:
     return Finding("gpu", "visible", f"CUDA_VISIBLE_DEVICES={names!r}: device {which}")
 
 
-def _gib(count: int) -> str:
+def _gib(count: int | None) -> str:
+    if count is None:
+        return "memory not told to this user or container"
     return f"{count / 2**30:.1f} GiB" if count else "the processor's memory"

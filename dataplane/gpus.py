@@ -30,7 +30,9 @@ MIG_MOST = 7
 
 _ON = 1
 _CUPY_WITHIN_S = 60.0
-_NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND = 3, 4, 6
+_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND = 2, 3, 4, 6
+# What a place without an instance is answered with, or with one that is not this container's.
+_NO_INSTANCE = (_INVALID_ARGUMENT, _NO_PERMISSION, _NOT_FOUND)
 _REMEDIES = {
     _NO_PERMISSION: "give this user, or this container, access to /dev/nvidia*",
     9: "load it (`modprobe nvidia`); in a container, start that with the NVIDIA container toolkit"
@@ -48,7 +50,7 @@ class Instance:
     index: int
     uuid: str
     name: str
-    memory_bytes: int
+    memory_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Device:
 
     Attributes:
         index: Its place in the driver's list, which is the order of the buses.
+        memory_bytes: 0 where it shares the processor's, None where the driver does not say.
         mig: `on`, `off`, or `none` where the card cannot be split.
         mig_most: How many instances it can be split into.
     """
@@ -65,7 +68,7 @@ class Device:
     uuid: str
     name: str
     capability: Capability
-    memory_bytes: int
+    memory_bytes: int | None
     mig: str = "none"
     mig_most: int = 0
     instances: tuple[Instance, ...] = ()
@@ -164,14 +167,15 @@ def _device(nvml: Any, index: int) -> Device:
     )
 
 
-def _memory(nvml: Any, handle: Any) -> int:
-    """0 where it has none of its own: on a board whose GPU shares the processor's memory."""
+def _memory(nvml: Any, handle: Any) -> int | None:
+    """0 where it has none of its own: on a board whose GPU shares the processor's memory. None
+    where it is not told: a container that has an instance may not ask this of the whole card."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     except nvml.NVMLError as error:
-        if error.value != _NOT_SUPPORTED:
+        if error.value not in (_NOT_SUPPORTED, _NO_PERMISSION):
             raise
-    return 0
+        return 0 if error.value == _NOT_SUPPORTED else None
 
 
 def _mig(nvml: Any, handle: Any) -> tuple[str, int]:
@@ -191,7 +195,7 @@ def _instances(nvml: Any, handle: Any, most: int) -> Iterator[Instance]:
         try:
             instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
         except nvml.NVMLError as error:
-            if error.value != _NOT_FOUND:
+            if error.value not in _NO_INSTANCE:
                 raise
             continue  # the places have gaps
         yield Instance(

@@ -25,7 +25,10 @@ def card(
     instances: Sequence[int] = (),
     most: int = 7,
 ) -> SimpleNamespace:
-    """Return a card; `instances` are the places that are taken."""
+    """Return a card; `instances` are the places that are taken.
+
+    Its memory is not supported when it is None, and not told when it is less than 0.
+    """
     return SimpleNamespace(
         uuid=uuid,
         name=name,
@@ -88,6 +91,8 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:  # noqa: N802
         if handle.memory is None:
             raise NVMLError(3)
+        if handle.memory < 0:
+            raise NVMLError(4)
         return SimpleNamespace(total=handle.memory)
 
     def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:  # noqa: N802
@@ -100,5 +105,5 @@ class FakeNvml:
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:  # noqa: N802
         if index not in handle.instances:
-            raise NVMLError(6)
+            raise NVMLError(self.fails.get("a gap", 6))
         return handle.instances[index]

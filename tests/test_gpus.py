@@ -41,6 +41,21 @@ def test_what_a_small_card_does_not_support_is_no_error() -> None:
     assert device.architecture == "sm_87"
 
 
+@pytest.mark.parametrize("answer", [2, 4, 6])
+def test_a_place_without_an_instance_of_ours_is_passed_over(answer: int) -> None:
+    found = look(FakeNvml(card(mig="on", instances=(3,)), fails={"a gap": answer}))
+    assert [instance.index for instance in found.devices[0].instances] == [3]
+
+
+def test_an_instance_is_listed_where_its_cards_memory_is_not_told() -> None:
+    """As in a container that was given the instance alone."""
+    found = look(FakeNvml(card(mig="on", instances=(1,), memory=-1)))
+    assert found.missing is None
+    [device] = found.devices
+    assert device.memory_bytes is None
+    assert [instance.memory_bytes for instance in device.instances] == [16 * GIB]
+
+
 @pytest.mark.parametrize(
     ("number", "what", "helps"),
     [
