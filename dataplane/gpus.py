@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -208,22 +209,31 @@ def _instances(nvml: Any, handle: Any, most: int) -> Iterator[Instance]:
 
 # CuPy.
 
+# The UUID of CuPy's properties is a C string: it ends at the first zero that is in it.
 _ASK = """
-import json, cupy
-cuda = cupy.cuda.runtime
+import ctypes, json, cupy
+cuda, driver = cupy.cuda.runtime, ctypes.CDLL("libcuda.so.1")
 found = [cuda.getDeviceProperties(number) for number in range(cuda.getDeviceCount())]
+def uuid(number):
+    device, digits = ctypes.c_int(), ctypes.create_string_buffer(16)
+    assert not driver.cuDeviceGet(ctypes.byref(device), number)
+    assert not driver.cuDeviceGetUuid(digits, device)
+    return digits.raw.hex()
 print(json.dumps({"cuda": cuda.driverGetVersion(), "devices": [
-    [p["name"].decode(), p["major"], p["minor"], p["totalGlobalMem"], p["uuid"].hex()]
-    for p in found]}))
+    [p["name"].decode(), p["major"], p["minor"], p["totalGlobalMem"], uuid(number)]
+    for number, p in enumerate(found)]}))
 """
 
 
 def _ask_cupy() -> Gpus:
     """Without what only NVML knows: the driver's version, and MIG."""
+    # All of them, and in NVML's order: what a runtime would see of them is asked for later.
+    environ = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    environ.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         done = subprocess.run(
             [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_CUPY_WITHIN_S,
-            check=True,
+            check=True, env=environ,
         )  # fmt: skip
         found = json.loads(done.stdout)
     except (subprocess.SubprocessError, OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,48 @@ def test_where_only_cupy_is_installed_a_process_of_its_own_asks_it(
     assert look(driver_file=there).missing == (
         "CuPy cannot list the devices: cudaErrorNoDevice: no"
     )
+
+
+FAKE_CUPY = """
+import os
+from types import SimpleNamespace
+NAMES = [b"first", b"second"][: 1 if "CUDA_VISIBLE_DEVICES" in os.environ else 2]
+assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+cuda = SimpleNamespace(runtime=SimpleNamespace(
+    getDeviceCount=lambda: len(NAMES), driverGetVersion=lambda: 12080,
+    getDeviceProperties=lambda number: {
+        "name": NAMES[number], "major": 9, "minor": 0, "totalGlobalMem": 1 << 30, "uuid": b"\\x01"},
+))
+"""
+FAKE_DRIVER = """
+int cuDeviceGet(int *device, int number) { *device = number; return 0; }
+int cuDeviceGetUuid(unsigned char *uuid, int device) {
+    for (int i = 0; i < 16; i++) uuid[i] = i % 2 ? i + device : 0;
+    return 0;
+}
+"""
+
+
+@pytest.mark.usefixtures("no_nvml")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_cupy_lists_all_devices_by_their_whole_uuids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cupy.py").write_text(FAKE_CUPY)
+    (tmp_path / "driver.c").write_text(FAKE_DRIVER)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", "libcuda.so.1", "driver.c"], cwd=tmp_path, check=True
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    found = look(driver_file=tmp_path / "cupy.py")
+    assert [device.uuid for device in found.devices] == [
+        "GPU-00010003-0005-0007-0009-000b000d000f",
+        "GPU-00020004-0006-0008-000a-000c000e0010",
+    ], found.missing
+    assert [device.index for device in visible(found, {"CUDA_VISIBLE_DEVICES": "1"})] == [0, 1]
 
 
 # CUDA_VISIBLE_DEVICES.
