@@ -86,7 +86,8 @@ def compile_kernels(
     codes = [f"arch=compute_{number},code=sm_{number}" for number in machines]
     codes.append(f"arch=compute_{PTX},code=compute_{PTX}")
     return _run(
-        [nvcc, "-std=c++20", "-O3", "-fatbin", f"-I{sources}", *flags,
+        # Not compressed: drivers before 550 cannot unpack what CUDA 13 packs by default.
+        [nvcc, "-std=c++20", "-O3", "-fatbin", "--no-compress", f"-I{sources}", *flags,
          *(f"-gencode={code}" for code in codes),
          str(source or sources / "gpu/kernels.cu"), "-o", str(target)]
     )  # fmt: skip
