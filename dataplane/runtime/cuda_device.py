@@ -126,6 +126,8 @@ _NOT_READY = 600
 # 0, its greatest.
 _MOST_URGENT = -100
 _NULL_STREAM = 0
+# By where both addresses lie: one of the region is the host's memory as well as the device's.
+_EITHER_WAY = 4
 
 _ADVICE = {
     2: "the device has too little free memory: end what else runs on it (`nvidia-smi`), or ask for"
@@ -141,6 +143,8 @@ _ADVICE = {
     4: "CUDA has shut down in this process, which is ending: start the runtime again",
     100: "there is no CUDA device: `nvidia-smi -L` must list one, and CUDA_VISIBLE_DEVICES name it",
     101: "there is no such device: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES",
+    200: "the driver cannot read the kernels, which a newer CUDA made, or the file is damaged:"
+    " update it, or rebuild with `make kernels` by the nvcc of this machine's CUDA",
     218: "the driver cannot use the kernels' PTX: update it, or rebuild with `make kernels`",
     222: "the driver is older than the kernels' PTX, and no machine code for this device is with"
     " them: update it, or rebuild with `make kernels` on this machine's CUDA",
@@ -160,8 +164,15 @@ _ADVICE = {
     802: "the system is not ready: on a machine with NVSwitch nvidia-fabricmanager must run",
     803: "the driver's library and its kernel module are of two versions: restart the machine",
     804: "the driver's compatibility library does not fit this device: use the driver's own",
+    900: "a thread captures a graph meanwhile: capture before `ready`, or in the mode"
+    " `thread_local`",
+    901: "a graph's capture was spoilt: by what this thread or another asked of CUDA meanwhile",
     999: "the driver failed for a reason of its own: see `dmesg` and `nvidia-smi`",
 }
+_ADVICE.update(
+    # A failed assertion; the stack, an instruction, an address, its space or the counter was wrong.
+    dict.fromkeys((710, 714, 715, 716, 717, 718), _ADVICE[719])
+)
 _REGISTER_ADVICE = (
     "{what} of {mib} MiB cannot be pinned: raise the limit of locked memory (`ulimit -l`, in a"
     " container --ulimit memlock=-1), or ask for fewer slots or a smaller context"
@@ -306,14 +317,16 @@ class CupyGpu:
     def upload(self, address: int, data: bytes) -> None:
         source = ffi.from_buffer(data)
         with _explained("copying to the device"):
-            self._cuda.memcpy(address, int(ffi.cast("uintptr_t", source)), len(data), 1)
+            host = int(ffi.cast("uintptr_t", source))
+            self._cuda.memcpy(address, host, len(data), _EITHER_WAY)
             # Of pageable memory: the call may return before the device has it.
             self._order()
 
     def download(self, address: int, size: int) -> bytes:
         target = ffi.new("char[]", size)
         with _explained("copying from the device"):
-            self._cuda.memcpy(int(ffi.cast("uintptr_t", target)), address, size, 2)
+            host = int(ffi.cast("uintptr_t", target))
+            self._cuda.memcpy(host, address, size, _EITHER_WAY)
         return bytes(ffi.buffer(target))
 
     def stream(self, urgent: bool = False) -> Stream:
