@@ -20,7 +20,7 @@ help:
 	@echo "make run     build, fetch the small model and ask it one question"
 	@echo "make test    build, fetch the small model and run the tests"
 	@echo "make test-slow    the tests that take longer: races over minutes, real time-outs, benches"
-	@echo "make test-gpu     what only a GPU can show; each check says 'waived' where there is none"
+	@echo "make test-gpu     what only a GPU can show, into build/gpu-checks.json; 'waived' where there is none"
 	@echo "make kernels      compile the CUDA kernels ahead, for dataplane/kernels.fatbin; needs nvcc"
 	@echo "make test-reference   what starts daemons, on aioquic alone instead of the packet pump"
 	@echo "make lint    ruff, mypy and clang-format: says what is amiss, changes nothing"
@@ -115,7 +115,7 @@ test-reference: build
 	@$(BIN)/python -m pytest -m "not slow" --engine=aioquic
 
 test-gpu: build
-	@CC="$(CC)" CXX="$(CXX)" $(BIN)/python tests/gpu_checks.py
+	@CC="$(CC)" CXX="$(CXX)" $(BIN)/python tests/gpu_runs.py --json build/gpu-checks.json
 
 FUZZ_SECONDS ?= 60
 

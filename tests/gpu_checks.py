@@ -1,27 +1,33 @@
-"""What only a GPU can show; `make test-gpu` runs this file.
+"""What only a GPU can show, check by check; `gpu_runs.py` (`make test-gpu`) runs them.
 
-Each check prints one line: passed, FAILED, or waived with the reason where there is no GPU. The
-exit status is 1 when one failed. All of it ends within `LIMIT_S`. The same checks run on host
-threads in `test_gpu_checks.py`, so that they are known to work before there is a GPU.
+The same checks run on host threads in `test_gpu_checks.py`, so that they are known to work before
+there is a GPU.
 """
 
 import contextlib
+import importlib.util
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from daemon_process import daemon_process, run
+from host_gpu import HostGpu
 from native_region import open_region
 
 from dataplane._native import ffi, lib
+from dataplane.apart import run_apart
 from dataplane.client import connect
 from dataplane.device_table import DeviceTable
-from dataplane.errors import DataplaneError
 from dataplane.manifest import Manifest
 from dataplane.prompt1 import Request
 from dataplane.region import Region
@@ -29,13 +35,18 @@ from dataplane.runtime import DetachedError, Finish, cuda, cuda_engine
 from dataplane.runtime.cuda_alone import alone
 from dataplane.runtime.cuda_echo import main as cuda_echo
 
-LIMIT_S = 100
 CLAIMS = 200
 REQUESTS = 50
 FREE = 0
 UNANSWERED = -7
+_SANITIZED = "abandoned claim"
+_SANITIZER_WITHIN_S = 120
 
 Check = Callable[[cuda.Gpu], str]
+
+
+class WaivedError(Exception):
+    """This cannot be checked here; the text says why."""
 
 
 class Mapped:
@@ -125,6 +136,7 @@ def check_stop(gpu: cuda.Gpu) -> str:
     """A resident kernel moves its heartbeat, ends when it is told to, and goes on where it was."""
     with mapped(gpu) as on:
         native = on.region.native
+        step_ns = 1 << 63
         for _ in range(3):
             lib.dp_device_stop(native, 0)
             before = lib.dp_device_beat(native)
@@ -133,11 +145,21 @@ def check_stop(gpu: cuda.Gpu) -> str:
             while lib.dp_device_beat(native) == before:
                 assert time.monotonic() < until, "the heartbeat stands still"
             assert not on.stream.is_done()
+            step_ns = min(step_ns, _least_step(native))
             lib.dp_device_stop(native, 1)
             start = time.monotonic()
             on.stream.wait()
             assert time.monotonic() - start < 1
-        return "started and stopped 3 times"
+        return f"started and stopped 3 times; the device's timer moves by {step_ns} ns or more"
+
+
+def _least_step(native: Any) -> int:
+    """The least by which two stamps of a resident kernel differ, over 20 ms."""
+    stamps, until = set(), time.monotonic() + 0.02
+    while time.monotonic() < until:
+        stamps.add(int(lib.dp_device_beat(native)))
+    ordered = sorted(stamps)
+    return min((late - soon for soon, late in pairwise(ordered)), default=1 << 63)
 
 
 def check_abandoned(gpu: cuda.Gpu) -> str:
@@ -172,33 +194,58 @@ def _through_a_daemon(gpu: cuda.Gpu, runtime: Runtime) -> str:
                 took.append(time.monotonic() - start)
                 assert (result.status, result.token_ids) == (200, [i, 5, 6])
 
+    failed: list[BaseException] = []
+    ready = threading.Event()
+
+    def say(text: str) -> None:
+        free.append(gpu.free_memory())
+        ready.set()
+
+    def serve(socket: Path) -> None:
+        try:
+            runtime(socket, 4, 64, 16, 50_000, say, gpu)
+        except BaseException as error:
+            failed.append(error)
+            ready.set()
+
     with (
         tempfile.TemporaryDirectory(prefix="dataplane-gpu-") as folder,
         daemon_process(Path(folder), "--runtime=none") as daemon,
     ):
-        ready = threading.Event()
-
-        def say(text: str) -> None:
-            free.append(gpu.free_memory())
-            ready.set()
-
-        arguments = (daemon.socket, 4, 64, 16, 50_000, say, gpu)
-        thread = threading.Thread(target=runtime, args=arguments)
+        thread = threading.Thread(target=serve, args=(daemon.socket,), daemon=True)
         thread.start()
-        assert ready.wait(30), "the runtime was not ready"
+        assert ready.wait(30), "the runtime was not ready within 30 s"
+        _raise(failed)
         daemon.wait_for_status("ok")
-        run(ask(daemon.address, daemon.ca))
+        try:
+            run(ask(daemon.address, daemon.ca))
+        except BaseException:
+            _raise(failed)  # which is why
+            raise
         free.append(gpu.free_memory())
         daemon.finish()
-        thread.join()
-    assert free[0] == free[1], f"the device's free memory went from {free[0]} to {free[1]}"
+        thread.join(20)
+        assert not thread.is_alive(), "the runtime does not end with its daemon"
+        _raise(failed)
     rest = statistics.median(took[1:])
-    return f"first {took[0] * 1e6:.0f} us, later {rest * 1e6:.0f} us, memory constant"
+    times = f"first {took[0] * 1e6:.0f} us, later {rest * 1e6:.0f} us"
+    assert free[0] == free[1], f"{times}; free memory went from {free[0]} to {free[1]} bytes"
+    return f"{times}, memory constant"
+
+
+def _raise(failed: list[BaseException]) -> None:
+    if failed:
+        raise failed[0]
 
 
 def check_echo(gpu: cuda.Gpu) -> str:
     """`cuda-echo` answers through a daemon."""
     return _through_a_daemon(gpu, cuda_echo)
+
+
+def check_echo_beside(gpu: cuda.Gpu) -> str:
+    """The same while the admission kernel stays: two kernels of one process at once."""
+    return _through_a_daemon(gpu, partial(cuda_echo, mode="persistent"))
 
 
 def _engine(
@@ -233,50 +280,145 @@ def check_engine(gpu: cuda.Gpu) -> str:
     return _through_a_daemon(gpu, _engine)
 
 
+@contextlib.contextmanager
+def _capturing(gpu: cuda.Gpu, stream: cuda.Stream) -> Iterator[None]:
+    """Capture what this thread launches on a stream, in CUDA's default mode, PyTorch's too."""
+    if isinstance(gpu, HostGpu):
+        gpu.capture()
+        try:
+            yield
+        finally:
+            gpu.capture(False)
+        return
+    native: Any = getattr(stream, "native", None)
+    if native is None:
+        raise WaivedError(f"{type(gpu).__name__} captures nothing")
+    native.begin_capture(0)  # cudaStreamCaptureModeGlobal
+    try:
+        yield
+    finally:
+        native.end_capture()  # raises where the capture was spoilt
+
+
+def check_capture(gpu: cuda.Gpu) -> str:
+    """The engine captures a graph while the admission thread answers claims."""
+    claims = 20
+    with alone(gpu, slots=4) as runtime:
+        runtime.ready()
+        table = DeviceTable(runtime.runtime.region, spin_us=2000)
+        stream = gpu.stream()
+        with _capturing(gpu, stream):
+            if not isinstance(gpu, HostGpu):
+                stream.launch("dp_admission_tick", 1, 1, runtime.device, 0)
+            for _ in range(claims):
+                slot = table.admit(Request(1), 1, 8)
+                assert slot >= 0, f"a claim during the capture was answered with {slot}"
+                assert table.let_go(slot, table.generation) == FREE
+        runtime.wait_for_news(0)  # raises what ended admission
+    return f"{claims} claims during the capture"
+
+
+# PyTorch.
+
+
+def _small_batcher(device: Any) -> Any:
+    """A small network of random weights, the same on every device."""
+    from dataplane.runtime.gguf_weights import Shape
+    from dataplane.runtime.smollm2_torch import TorchBatcher
+
+    shape = Shape(
+        layers=2, width=64, hidden=96, heads=6, kv_heads=2, head_size=16, rotary=16,
+        rotary_base=10_000.0, epsilon=1e-5, vocab_size=50, trained_context=128,
+    )  # fmt: skip
+    numbers = np.random.default_rng(1)
+    weights = {
+        name: (numbers.normal(0, 0.2, size) + (len(size) == 1)).astype(np.float32)
+        for name, size in shape.tensors()
+    }
+    return TorchBatcher(shape, weights, 3, 100, 16, device)
+
+
+def _logits(batcher: Any, runtime: Any) -> Any:
+    """Read a prompt where it lies, run a chunk and a step; the logits of both, and an id drawn."""
+    region = runtime.runtime.region
+    ids = list(range(3, 15))
+    lib.dp_prompt(region.native, 1)[0 : len(ids)] = ids
+    found = []
+    with batcher.reading(region, runtime.mapped):
+        batcher.begin(1, 0.8, 0.9, 10, 7)
+        assert batcher.prefill_chunk(1, region.prompt_address(1), 0, len(ids), True) == 0
+        first = batcher.sample(1, 0)
+        found.append(batcher.network.logits[1].float().cpu().numpy().copy())
+        assert batcher.decode([1], [5], [len(ids)]) == 0
+        batcher.begin(1, 0.0, 0.0, 0, 0)
+        batcher.sample(1, 0)
+        found.append(batcher.network.logits[1].float().cpu().numpy().copy())
+        batcher.forget(1)
+    assert 0 <= first < found[0].size
+    return np.stack(found)
+
+
+def check_torch(gpu: cuda.Gpu) -> str:
+    """Captured steps give what they give eagerly, and about what the CPU gives."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("gguf") is None:
+        raise WaivedError("PyTorch is not installed with what the extra `torch` names")
+    import torch
+
+    on_host = isinstance(gpu, HostGpu)
+    if not on_host and not torch.cuda.is_available():
+        raise WaivedError(f"PyTorch {torch.__version__} sees no GPU")
+    with alone(gpu, slots=3, context=64) as runtime:
+        there = _small_batcher(torch.device("cpu" if on_host else "cuda"))
+        captured = _logits(there, runtime)
+        there._steps.clear()
+        eager = _logits(there, runtime)
+        here = _logits(_small_batcher(torch.device("cpu")), runtime)
+        size = float(np.abs(here).max())
+        by_capture = float(np.abs(captured - eager).max())
+        by_device = float(np.abs(captured - here).max())
+        assert by_capture <= 0.02 * size, f"captured and eager logits differ by {by_capture:g}"
+        assert by_device <= 0.1 * size, f"the GPU's and the CPU's differ by {by_device:g}"
+    return (
+        f"logits of up to {size:.2f}: captured against eager {by_capture:g}, against the CPU"
+        f" {by_device:.3g}"
+    )
+
+
+# compute-sanitizer.
+
+
+def check_sanitizer(gpu: cuda.Gpu) -> str:
+    """Admission's kernels touch no memory that is not theirs."""
+    if isinstance(gpu, HostGpu):
+        raise WaivedError("host threads have sanitizers of their own: `make tsan`")
+    tool = shutil.which(
+        "compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
+    )
+    if tool is None:
+        raise WaivedError("there is no compute-sanitizer on the PATH")
+    program = str(Path(__file__).with_name("gpu_runs.py"))
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--report-api-errors", "no"]
+    ended = run_apart(
+        [*command, sys.executable, program, "--check", _SANITIZED], _SANITIZER_WITHIN_S
+    )
+    print(ended.output)
+    summary = [line for line in ended.output.splitlines() if "ERROR SUMMARY" in line]
+    said = f"memcheck of {_SANITIZED!r}: {' '.join(summary).lstrip('= ')}"
+    assert ended.why is None, f"{said}, {ended.why}"
+    assert ended.found["state"] == "passed", f"{said}, {ended.found['said']}"
+    return said
+
+
 CHECKS: dict[str, Check] = {
     "region": check_region,
     "admission by tick": check_tick,
     "admission by a resident kernel": check_persistent,
     "stop and relaunch": check_stop,
     "abandoned claim": check_abandoned,
+    "capture beside admission": check_capture,
     "cuda-echo": check_echo,
+    "cuda-echo beside a resident kernel": check_echo_beside,
     "engine of the host's": check_engine,
+    "a model on PyTorch": check_torch,
+    "compute-sanitizer": check_sanitizer,
 }
-
-
-def run_checks(gpu: cuda.Gpu, only: tuple[str, ...] = ()) -> bool:
-    """Run the checks on a device; whether none failed."""
-    sound = True
-    for name in only or CHECKS:
-        try:
-            print(f"{name}: passed: {CHECKS[name](gpu)}", flush=True)
-        except Exception as error:
-            sound = False
-            print(f"{name}: FAILED: {type(error).__name__}: {error}", flush=True)
-    return sound
-
-
-def _give_up() -> None:
-    print(f"FAILED: not done within {LIMIT_S} s", flush=True)
-    os._exit(1)
-
-
-def main() -> int:
-    timer = threading.Timer(LIMIT_S - 5, _give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        gpu = cuda.CupyGpu()
-    except DataplaneError as error:
-        reason = " ".join(str(error).split())
-        for name in CHECKS:
-            print(f"{name}: waived: {reason}")
-        return 0
-    print(f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}")
-    for number, text in ((86, "host native atomics"), (91, "host pointers of registered memory")):
-        print(f"attribute {number} ({text}): {gpu.attribute(number)}")
-    return 0 if run_checks(gpu) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
