@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,6 +20,7 @@ from bench import daemons
 from bench.launch import LaunchError
 from bench.results import ROOT, Form
 from dataplane._native import ffi, lib
+from dataplane.apart import report
 from dataplane.device_table import ANSWER_MS, SPIN_US
 from dataplane.errors import DataplaneError
 from dataplane.load.tally import quantiles
@@ -65,12 +66,14 @@ class _Verbs(ctypes.Structure):
 
 
 def compile_host(directory: Path) -> ctypes.CDLL:
-    """Compile `gpu_host.c` with the system's compiler.
+    """Compile `gpu_host.c` with the system's compiler, unless that was done.
 
     Raises:
         LaunchError: There is none, or it fails.
     """
     library = directory / "libgpuhost.so"
+    if library.exists():
+        return ctypes.CDLL(str(library))
     command = [
         *shlex.split(os.environ.get("CC", "cc")), "-std=gnu11", "-O2", "-shared", "-fPIC",
         f"-I{ROOT / 'native'}", "-o", str(library), str(HOST_SOURCE),
@@ -171,13 +174,14 @@ def ping_pong(bench: Bench) -> Part:
     return {"rounds": count, "bytes_each_way": 64, **found}
 
 
-def claims(bench: Bench) -> Part:
-    """Measure claims by both modes, after both pauses."""
+def claims(bench: Bench, modes: Sequence[Mode] = MODES) -> Part:
+    """Measure claims by the modes, after both pauses."""
     rows = []
-    for mode in MODES:
+    for mode in modes:
         for state, pause_us in PAUSES_US.items():
             found = _claims(bench, mode, pause_us)
             rows.append({"mode": mode, "host": state, "pause_us": pause_us, **found})
+            report({"rows": rows})
     return {"rows": rows}
 
 
@@ -246,6 +250,7 @@ def prompts(bench: Bench) -> Part:
                 mapped_us = statistics.median(take(read_mapped) for _ in range(_ROUNDS))
                 staged_us = statistics.median(take(read_staged) for _ in range(_ROUNDS))
                 rows.append(prompt_row(length, mapped_us, staged_us))
+                report({"rows": rows})
         finally:
             gpu.free(sums)
             gpu.free(copy)
@@ -395,7 +400,7 @@ def _ask(served: daemons.Daemon, requests: int) -> list[float]:
         return [float(us) for us in daemons.answered(made.run(requests, 1)).totals_us]
 
 
-PARTS: dict[str, Callable[[Bench], Part]] = {
+PARTS: dict[str, Callable[..., Part]] = {
     "ping-pong": ping_pong,
     "claim": claims,
     "prompt": prompts,

@@ -1,5 +1,6 @@
 """What `bench.gpu` found: as text and a picture, against what it has to reach, and kept."""
 
+import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -50,12 +51,12 @@ TARGETS = (
 
 def judge(result: Part) -> list[Part]:
     """Return each target with its figure; None, and neither met nor missed, where a part is
-    waived."""
+    waived or failed before it."""
     judged = []
     for target in TARGETS:
         try:
             figure: float | None = target.figure(result["parts"])
-        except KeyError:
+        except (KeyError, StopIteration):
             figure = None
         met = None if figure is None else figure <= target.bound
         judged.append(
@@ -72,11 +73,20 @@ def lines(result: Part) -> list[str]:
     if not of_gpu:
         found.append("HOST THREADS: a smoke test of this bench; no time here is a GPU's")
     for name, part in result["parts"].items():
-        found += ["", *([f"{name}: waived: {part['waived']}"] if "waived" in part else
-                        _SHOW[name](part))]  # fmt: skip
+        found += ["", *_part_lines(name, part)]
     if of_gpu:
         found += ["", *target_lines(result["targets"])]
     return found
+
+
+def _part_lines(name: str, part: Part) -> list[str]:
+    """Return what a part found, and why it was waived or what ended it early."""
+    whys = [f"{name}: {key}: {part[word]}" for key, word in _WHYS.items() if word in part]
+    is_shown = not whys or "rows" in part
+    return [*(_SHOW[name](part) if is_shown else ()), *whys]
+
+
+_WHYS = {"waived": "waived", "FAILED": "failed"}
 
 
 def _pong_lines(part: Part) -> list[str]:
@@ -104,6 +114,8 @@ def _prompt_lines(part: Part) -> list[str]:
         )
         for row in part["rows"]
     ]  # fmt: skip
+    if "staged_wins_from" not in part:
+        return aligned([head, *rows])
     start = part["staged_wins_from"]
     where = "at none of these lengths" if start is None else f"from {start:,} ids on"
     return [*aligned([head, *rows]), f"a copy into device memory first wins {where}"]
@@ -144,26 +156,29 @@ def target_lines(judged: list[Part]) -> list[str]:
     return aligned([("target", "measured", "wanted", ""), *rows])
 
 
-def write(result: Part, directory: Path = RESULTS) -> Path:
-    """Write `gpu-<date>.json`, or `gpu-<date>-2.json` where that is taken, and the picture beside.
+def place(directory: Path = RESULTS) -> Path:
+    """Return where today's result goes: `gpu-<date>.json`, or `-2` where that is taken."""
+    name = f"gpu-{datetime.datetime.now(datetime.UTC).date().isoformat()}"
+    path = directory / f"{name}.json"
+    count = 1
+    while path.exists():
+        count += 1
+        path = directory / f"{name}-{count}.json"
+    return path
+
+
+def keep(result: Part, path: Path) -> None:
+    """Write a result, whole or not at all.
 
     Raises:
         ValueError: The result is not a GPU's.
     """
     if not result["is_gpu"]:
         raise ValueError("only what a GPU did is kept")
-    directory.mkdir(parents=True, exist_ok=True)
-    name = f"gpu-{result['date'][:10]}"
-    path = directory / f"{name}.json"
-    count = 1
-    while path.exists():
-        count += 1
-        path = directory / f"{name}-{count}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     part.replace(path)
-    plot(result, directory / "gpu.png")
-    return path
 
 
 def plot(result: Part, path: Path) -> None:

@@ -78,7 +78,7 @@ def _describe(gpu: cuda.Gpu) -> str:
     )
 
 
-def _sow(name: str, gpu: cuda.Gpu) -> None:
+def sow(name: str, gpu: cuda.Gpu) -> None:
     """Have host threads fail as a device may."""
     for one in os.environ.get(FAULTS, "").split(";"):
         check, _, fault = one.partition("=")
@@ -106,7 +106,7 @@ def run_check(name: str, library: Path | None) -> Found:
         state = WAIVED if _is_lack_of_a_device() else FAILED
         return {"state": state, "said": " ".join(str(error).split())}
     try:
-        _sow(name, gpu)
+        sow(name, gpu)
         return {"state": PASSED, "said": (CHECKS | {DEVICE: _describe})[name](gpu)}
     except WaivedError as error:
         return {"state": WAIVED, "said": str(error)}

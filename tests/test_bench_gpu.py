@@ -18,9 +18,9 @@ from host_gpu import HostGpu, Library
 from bench import gpu as bench_gpu
 from bench import gpu_parts, gpu_report
 from bench.results import ROOT, Form
-from dataplane import kernel_resources, kernels
+from dataplane import apart, kernel_resources, kernels
 from dataplane.errors import DataplaneError
-from dataplane.runtime.cuda import Gpu
+from dataplane.runtime.cuda import CudaError, Gpu
 
 RESULT: dict[str, Any] = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -127,22 +127,135 @@ def test_an_allocation_after_ready_is_counted(bench: gpu_parts.Bench) -> None:
 
 
 def test_what_host_threads_did_is_labelled_and_never_kept(
-    bench: gpu_parts.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: gpu_parts.Bench, tmp_path: Path
 ) -> None:
-    def waived(bench: gpu_parts.Bench) -> dict[str, Any]:
-        raise gpu_parts.WaivedError("not now")
+    def measure(name: str) -> dict[str, Any]:
+        try:
+            return gpu_parts.PARTS[name](bench) if name != "first token" else {"waived": "not now"}
+        except gpu_parts.WaivedError as error:
+            return {"waived": str(error)}
 
-    parts = {"ping-pong": gpu_parts.ping_pong, "prompt": gpu_parts.prompts, "claim": waived}
-    monkeypatch.setattr(bench_gpu, "PARTS", parts)
-    found = bench_gpu.run(bench, lambda text: None)
+    device = {"name": "host threads, not a GPU", "architecture": "none"}
+    found = bench_gpu.run(device, False, Form.QUICK, measure)
     assert found["targets"] == []
     said = "\n".join(gpu_report.lines(found))
     assert "HOST THREADS" in said
     assert "ping-pong: waived: host threads have no bus" in said
-    assert "claim: waived: not now" in said
+    assert "first token: waived: not now" in said
     with pytest.raises(ValueError, match="only what a GPU did"):
-        gpu_report.write(found, tmp_path)
+        gpu_report.keep(found, tmp_path / "gpu.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def of_host_threads(folder: Path, faults: str, *arguments: str) -> Any:
+    """Run the whole bench on host threads with faults; the result."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--host-threads", "--json", f"--out={folder}",
+         *arguments],
+        capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
+        env={**os.environ, "GPU_CHECKS_FAULTS": faults},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert list(folder.iterdir()) == []
+    return json.loads(done.stdout)
+
+
+def test_a_part_that_crashes_or_fails_hides_no_other(tmp_path: Path) -> None:
+    found = of_host_threads(tmp_path, "claim=cuLaunchKernel=700;ping-pong=crash")
+    parts = found["parts"]
+    assert parts["ping-pong"]["failed"] == "it was ended by SIGSEGV"
+    assert parts["claim"]["failed"].count("an unknown CUDA error, 700") == 2  # by each mode
+    assert "touched memory" in parts["claim"]["failed"]
+    assert "Traceback" in parts["claim"]["output"]
+    assert parts["prompt"] == {"waived": "host threads have no bus"}
+    assert parts["first token"]["requests"] > 100
+    assert found["complete"] is True
+
+
+# A part's process.
+
+
+def ended(found: Any, why: str | None, output: str = "") -> apart.Ended:
+    return apart.Ended(found, why, output, 1.0)
+
+
+def test_a_part_that_hangs_keeps_what_it_had_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run_apart(command: list[str], within_s: float) -> apart.Ended:
+        asked.append([*command[-2:], str(within_s)])
+        mode = command[-1]
+        row = {"mode": mode, "host": "awake", "p50_us": 3.0, "p99_us": 4.0, "max_us": 5.0}
+        why = "it was not done within 60 s" if mode == "tick" else None
+        return ended({"rows": [row]}, why, "Timeout!\nin wait")
+
+    monkeypatch.setattr(bench_gpu, "run_apart", run_apart)
+    part = bench_gpu.measure_apart("claim", ["bench"], Form.QUICK)
+    assert asked == [["--mode", "tick", "60"], ["--mode", "persistent", "60"]]
+    assert [row["mode"] for row in part["rows"]] == ["tick", "persistent"]
+    assert part["failed"] == "it was not done within 60 s"
+    assert "in wait" in part["output"]
+    judged = result(claim=part)["targets"]
+    assert [row["met"] for row in judged[:2]] == [True, True]
+    said = "\n".join(gpu_report.lines(result(claim=part)))
+    assert "tick, awake" in said
+    assert "claim: FAILED: it was not done within 60 s" in said
+    bench_gpu.measure_apart("claim", ["bench"], Form.FULL)
+    assert asked[-1][-1] == "300"
+
+
+def test_why_a_process_ended_is_its_last_word() -> None:
+    part = bench_gpu.outcome(ended(None, "it ended with status 1", "Traceback\nCudaError: no\n"))
+    assert part["failed"] == "it ended with status 1: CudaError: no"
+    assert bench_gpu.outcome(ended({"a": 1}, None)) == {"a": 1}
+    assert bench_gpu.outcome(ended({"a": 1}, "it was ended by SIGKILL", "x"))["a"] == 1
+
+
+def test_a_file_is_kept_after_each_part(tmp_path: Path) -> None:
+    path = gpu_report.place(tmp_path)
+    kept: list[dict[str, Any]] = []
+
+    def keep(found: dict[str, Any]) -> None:
+        gpu_report.keep(found, path)
+        kept.append(json.loads(path.read_text(encoding="utf-8")))
+
+    def measure(name: str) -> dict[str, Any]:
+        return {"failed": "no"} if name == "claim" else RESULT["parts"][name]
+
+    found = bench_gpu.run(RESULT["device"], True, Form.QUICK, measure, keep)
+    assert [len(one["parts"]) for one in kept] == [1, 2, 3, 4]
+    assert [one["complete"] for one in kept] == [False] * 3 + [True]
+    assert [row["met"] for row in found["targets"]] == [None, None, True, True, True]
+    assert gpu_report.place(tmp_path).name == path.name.replace(".json", "-2.json")
+
+
+def test_a_device_that_cannot_be_used_fails_every_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a driver: else it would read as if all were well."""
+    output = "CudaError: there is no CuPy"
+    monkeypatch.setattr(
+        bench_gpu, "run_apart", lambda *how: ended(None, "it ended with status 1", output)
+    )
+    assert bench_gpu.main([f"--out={tmp_path}"]) == 1
+    [kept] = [path for path in tmp_path.iterdir() if path.suffix == ".json"]
+    parts = json.loads(kept.read_text(encoding="utf-8"))["parts"]
+    assert set(parts) == set(gpu_parts.PARTS)
+    assert all("there is no CuPy" in part["failed"] for part in parts.values())
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_only_without_a_driver_is_a_device_waived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    def refuse() -> Any:
+        raise CudaError("there is no CuPy")
+
+    monkeypatch.setattr(bench_gpu, "CupyGpu", refuse)
+    monkeypatch.setattr("dataplane.gpus.DRIVER", tmp_path if is_there else tmp_path / "none")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(CudaError if is_there else gpu_parts.WaivedError, match="no CuPy"):
+        bench_gpu.describe(False)
 
 
 # The bench's kernels.
@@ -268,15 +381,13 @@ def test_targets_are_met_missed_or_waived() -> None:
     ]  # fmt: skip
 
 
-def test_a_gpus_result_is_kept_beside_earlier_ones_with_its_picture(tmp_path: Path) -> None:
+def test_the_picture_is_of_what_there_is(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    first, second = (gpu_report.write(result(), tmp_path) for _ in range(2))
-    assert (first.name, second.name) == ("gpu-2026-01-02.json", "gpu-2026-01-02-2.json")
-    assert json.loads(first.read_text(encoding="utf-8"))["is_gpu"] is True
+    gpu_report.plot(result(), tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").stat().st_size > 5000
-    waived = {name: {"waived": "no"} for name in RESULT["parts"]}
-    gpu_report.plot(result(**waived), tmp_path / "empty.png")
-    assert (tmp_path / "empty.png").exists()
+    for lack in ({"waived": "no"}, {"failed": "no", "output": ""}):
+        gpu_report.plot(result(**dict.fromkeys(RESULT["parts"], lack)), tmp_path / "empty.png")
+        assert (tmp_path / "empty.png").stat().st_size > 1000
 
 
 def test_the_text_has_every_part() -> None:
