@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from host_gpu import HostGpu, Library
 
 from dataplane import kernel_resources
+from dataplane.apart import Ended
 from dataplane.cli import profile_gpu
 from dataplane.kernel_resources import Usage
 from dataplane.runtime.cuda import CudaError, Stream
@@ -152,18 +154,25 @@ class TimedGpu(HostGpu):
         raise AssertionError("a profile is of the kernels that are there")
 
 
-def without_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the compiler and PyTorch out, which take seconds."""
+STEP = {"what": "a step", "us": 900.0, "gb_per_s": 300.0, "note": "a note"}
+
+
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all parts measured in this process, without the compiler and PyTorch."""
     usages = kernel_resources.of_ptxas(PTXAS)
     found = kernel_resources.Found(usages, "a test")
     monkeypatch.setattr(kernel_resources, "look", lambda fatbin: found)
-    step = {"what": "a step", "us": 900.0, "gb_per_s": 300.0, "note": "a note"}
-    monkeypatch.setattr(profile_gpu, "torch_step", lambda: dict(step))
+    document = profile_gpu.document
+
+    def ask(part: str) -> dict[str, Any]:
+        return profile_gpu.kernels_part() if part == "kernels" else dict(STEP)
+
+    monkeypatch.setattr(profile_gpu, "document", lambda: document(ask=ask))
 
 
 def test_every_kernel_does_its_work_while_it_is_timed(library: Library) -> None:
     gpu = TimedGpu(library)
-    found = profile_gpu.measure(gpu, slots=4, tokens=32, runs=2)
+    found = list(profile_gpu.measure(gpu, slots=4, tokens=32, runs=2))
     assert [row.kernel for row in found] == [
         "dp_admission_tick", "dp_admission_tick", "dp_admission_resident", "dp_engine_turn",
         "dp_echo",
@@ -181,7 +190,7 @@ def test_every_kernel_does_its_work_while_it_is_timed(library: Library) -> None:
 def test_the_driver_has_the_word_on_occupancy(library: Library) -> None:
     gpu = TimedGpu(library)
     gpu.blocks = 16
-    echo = profile_gpu.measure(gpu, slots=1, tokens=8, runs=1)[-1]
+    echo = list(profile_gpu.measure(gpu, slots=1, tokens=8, runs=1))[-1]
     assert (echo.blocks, echo.occupancy, echo.occupancy_by) == (16, 1.0, "the driver")
 
 
@@ -196,16 +205,16 @@ def test_an_echo_that_was_not_published_is_an_error(
 ) -> None:
     monkeypatch.setattr("dataplane.device_table.DeviceTable.submit", lambda *arguments: -3)
     with pytest.raises(Exception, match="publishing a prompt was answered with -3"):
-        profile_gpu.measure(TimedGpu(library), slots=1, tokens=8, runs=1)
+        list(profile_gpu.measure(TimedGpu(library), slots=1, tokens=8, runs=1))
 
 
 def test_what_is_printed_names_times_card_and_registers(
     library: Library, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = TimedGpu(library)
-    without_the_rest(monkeypatch)
+    here(monkeypatch)
     monkeypatch.setattr(profile_gpu, "CupyGpu", lambda: gpu)
-    rows = profile_gpu.measure(gpu, slots=2, tokens=8, runs=1)
+    rows = list(profile_gpu.measure(gpu, slots=2, tokens=8, runs=1))
     monkeypatch.setattr(profile_gpu, "measure", lambda gpu: rows)
     monkeypatch.setenv("COLUMNS", "200")
     assert profile_gpu.run(as_json=False) == 0
@@ -226,9 +235,58 @@ def test_a_device_that_fails_is_waived_in_its_words(
     def fail() -> None:
         raise CudaError("no\ndevice")
 
-    without_the_rest(monkeypatch)
+    here(monkeypatch)
     monkeypatch.setattr(profile_gpu, "CupyGpu", fail)
     assert profile_gpu.document()["waived"] == "no device"
+
+
+def test_what_was_measured_before_a_failure_is_printed(
+    library: Library, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(TimedGpu):
+        def resources(self, kernel: str) -> Resources:
+            if kernel == "dp_engine_turn":
+                raise CudaError("a kernel failed")
+            return super().resources(kernel)
+
+    here(monkeypatch)
+    measure = profile_gpu.measure
+    monkeypatch.setattr(profile_gpu, "CupyGpu", lambda: Failing(library))
+    monkeypatch.setattr(profile_gpu, "measure", lambda gpu: measure(gpu, 2, 8, 1))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert profile_gpu.run(as_json=False) == 0
+    said = capsys.readouterr().out
+    assert "dp_admission_resident" in said
+    assert "dp_echo" not in said.split("by a test")[1]
+    assert "waived: a kernel failed" in said
+    assert "decode step on PyTorch: 900.0" in said
+
+
+def test_a_card_whose_driver_states_no_clock_is_measured(library: Library) -> None:
+    class Unclocked(TimedGpu):
+        def attribute(self, number: int) -> int:
+            return 0 if number == 36 else super().attribute(number)
+
+    rows = list(profile_gpu.measure(Unclocked(library), slots=1, tokens=8, runs=1))
+    assert {row.share for row in rows} == {None}
+    assert all(row.us > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("ended", "found"),
+    [
+        (Ended({"us": 1}, None, "", 1.0), {"us": 1}),
+        (Ended(None, "it ended with status 1", "T\nValueError: no\n", 1.0),
+         {"waived": "it ended with status 1: ValueError: no"}),
+        (Ended({"kernels": [1]}, "it was not done within 120 s", "", 1.0),
+         {"kernels": [1], "waived": "it was not done within 120 s"}),
+    ],
+)  # fmt: skip
+def test_a_part_that_ends_early_is_waived_with_what_it_had(
+    monkeypatch: pytest.MonkeyPatch, ended: Ended, found: dict[str, object]
+) -> None:
+    monkeypatch.setattr(profile_gpu, "run_apart", lambda command, within_s: ended)
+    assert profile_gpu.ask_apart("kernels") == found
 
 
 def test_without_a_gpu_the_command_ends_well() -> None:

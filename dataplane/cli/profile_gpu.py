@@ -3,7 +3,8 @@
 Three parts. What the machine code takes on every target needs no GPU. The kernels' times, occupancy
 and bytes are measured on the device, over slots without a daemon, and by the device's own events.
 The decode step of the model on PyTorch is measured where the extra `torch`, the model and a GPU
-are. A part that cannot be had is waived, with the reason; that is no failure.
+are. A part that cannot be had is waived, with the reason; that is no failure. The last two are each
+a process of its own with a time limit: neither waits for a kernel of the other's that hangs.
 
 The rules that hold here: a time is the median of the runs; bytes are counted by hand from what a
 kernel has to move at least, so the rate is a lower bound; what it is held against is the card's
@@ -14,6 +15,7 @@ and prompts of these kernels lie in the host's memory and cross the bus between,
 import importlib.util
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,6 +27,7 @@ from rich.table import Table
 
 from dataplane import kernel_resources
 from dataplane._native import ffi, lib
+from dataplane.apart import limited, report, run_apart
 from dataplane.device_table import DeviceTable
 from dataplane.errors import DataplaneError
 from dataplane.installing import pip_install
@@ -36,6 +39,7 @@ from dataplane.runtime.cuda_engine import TURN
 
 SLOTS, TOKENS = 64, 4096
 RUNS = 20
+_WITHIN_S = {"kernels": 120.0, "torch": 180.0}
 _ECHO = "dp_echo"
 # As launched here: a thread a listener, a thread a slot.
 _THREADS = {TICK: 1, RESIDENT: 1, TURN: 64, _ECHO: 128}
@@ -61,7 +65,7 @@ class Measured:
         moved_bytes: What it has to move at least.
         blocks, occupancy: Blocks that a multiprocessor holds at once, and what share of its threads
             they are; `occupancy_by` says who said so.
-        share: The rate, of the bandwidth of the card's memory.
+        share: The rate, of the bandwidth of the card's memory; None where the driver states none.
     """
 
     kernel: str
@@ -77,10 +81,24 @@ class Measured:
     occupancy_by: str
     moved_bytes: int
     gb_per_s: float
-    share: float
+    share: float | None
 
 
-def document(gpu: MeasuredGpu | None = None, fatbin: Path = KERNELS) -> dict[str, Any]:
+Ask = Callable[[str], dict[str, Any]]
+"""Has a part of `PARTS` measured."""
+
+
+def ask_apart(part: str) -> dict[str, Any]:
+    """Measure a part in a process of its own; what ended it early is its `waived`."""
+    ended = run_apart([sys.executable, "-m", "dataplane.cli.profile_gpu", part], _WITHIN_S[part])
+    found: dict[str, Any] = ended.found or {}
+    if ended.why:
+        last = ended.output.strip().splitlines()[-1:] if "status" in ended.why else []
+        found["waived"] = ": ".join((ended.why, *last))
+    return found
+
+
+def document(fatbin: Path = KERNELS, ask: Ask = ask_apart) -> dict[str, Any]:
     """Return the object of `--json`."""
     static = kernel_resources.look(fatbin)
     found: dict[str, Any] = {
@@ -92,16 +110,26 @@ def document(gpu: MeasuredGpu | None = None, fatbin: Path = KERNELS) -> dict[str
         "device": None,
         "kernels": [],
         "waived": None,
+        **ask("kernels"),
     }
+    found["torch"] = step = ask("torch")
+    bandwidth = found["device"] and found["device"]["memory_gb_per_s"]
+    if "gb_per_s" in step and bandwidth:
+        step["share"] = round(step["gb_per_s"] / bandwidth, 4)
+    return found
+
+
+def kernels_part() -> dict[str, Any]:
+    """Measure the kernels; what is had so far is reported as it comes."""
+    found: dict[str, Any] = {"device": None, "kernels": [], "waived": None}
     try:
-        gpu = gpu or CupyGpu()
+        gpu = CupyGpu()
         found["device"] = device_of(gpu)
-        found["kernels"] = [asdict(one) for one in measure(gpu)]
+        for one in measure(gpu):
+            found["kernels"].append(asdict(one))
+            report(found)
     except DataplaneError as error:
         found["waived"] = " ".join(str(error).split())
-    found["torch"] = step = torch_step()
-    if "gb_per_s" in step and found["device"]:
-        step["share"] = round(step["gb_per_s"] / found["device"]["memory_gb_per_s"], 4)
     return found
 
 
@@ -217,7 +245,7 @@ def _bench(gpu: MeasuredGpu, slots: int, tokens: int) -> Iterator[_Bench]:
 
 def measure(
     gpu: MeasuredGpu, slots: int = SLOTS, tokens: int = TOKENS, runs: int = RUNS
-) -> list[Measured]:
+) -> Iterator[Measured]:
     """Run every kernel of the image on the device.
 
     Raises:
@@ -225,7 +253,6 @@ def measure(
     """
     with _bench(gpu, slots, tokens) as bench:
         lib.dp_device_stop(bench.runtime.runtime.region.native, 0)
-        found = []
         for kernel, what, take, count, moved in (
             (TICK, "nothing posted", _idle(bench), 1, _LINE),
             # A command is two lines of the ring and two words that tell what became of it.
@@ -238,8 +265,7 @@ def measure(
         ):  # fmt: skip
             take()
             us = statistics.median(take() for _ in range(runs))
-            found.append(_measured(gpu, kernel, what, us, count, moved))
-    return found
+            yield _measured(gpu, kernel, what, us, count, moved)
 
 
 def _idle(bench: _Bench) -> Callable[[], float]:
@@ -321,6 +347,7 @@ def _measured(
     if blocks is None:
         blocks, by = computed_blocks(resources, threads, gpu.attribute), "computed"
     rate = moved / us / 1000 if us else 0.0
+    bandwidth = device_of(gpu)["memory_gb_per_s"]
     return Measured(
         kernel=kernel,
         what=what,
@@ -335,7 +362,7 @@ def _measured(
         occupancy_by=by,
         moved_bytes=moved,
         gb_per_s=round(rate, 5),
-        share=round(rate / device_of(gpu)["memory_gb_per_s"], 6),
+        share=round(rate / bandwidth, 6) if bandwidth else None,
     )
 
 
@@ -354,6 +381,9 @@ def torch_step() -> dict[str, Any]:
         return _timed_step(torch)
     except (DataplaneError, ImportError, RuntimeError) as error:  # PyTorch's are the last
         return {"waived": " ".join(str(error).split())}
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {"kernels": kernels_part, "torch": torch_step}
 
 
 def _timed_step(torch: Any, slots: int = 8, per_slot: int = 2048) -> dict[str, Any]:
@@ -397,9 +427,7 @@ def _show(found: dict[str, Any]) -> None:
         console.print(_code_table(code["kernels"]))
         print(f"by {code['by']}")
     print()
-    if found["waived"]:
-        print(f"times, occupancy, bytes moved: waived: {found['waived']}")
-    else:
+    if found["kernels"]:
         device = found["device"]
         console.print(_times_table(found["kernels"]))
         print(
@@ -409,6 +437,8 @@ def _show(found: dict[str, Any]) -> None:
             " what has to be moved at least; these kernels move theirs over the bus, too. Occupancy"
             f" by {found['kernels'][0]['occupancy_by']}"
         )
+    if found["waived"]:
+        print(f"times, occupancy, bytes moved: waived: {found['waived']}")
     step = found["torch"]
     if "waived" in step:
         print(f"decode step on PyTorch: waived: {step['waived']}")
@@ -455,6 +485,11 @@ def _times_table(kernels: list[dict[str, Any]]) -> Table:
         table.add_row(
             row["kernel"], f"{row['us']:,}", each, str(row["registers"]), str(row["shared_bytes"]),
             str(row["local_bytes"]), f"{row['occupancy']:.1%}", f"{row['gb_per_s']:g}",
-            f"{row['share']:.2%}", row["what"],
+            "?" if row["share"] is None else f"{row['share']:.2%}", row["what"],
         )  # fmt: skip
     return table
+
+
+if __name__ == "__main__":
+    with limited():
+        report(PARTS[sys.argv[1]]())
