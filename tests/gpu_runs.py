@@ -35,6 +35,8 @@ from dataplane.runtime import cuda
 TOTAL_S = 480.0
 LIMIT_S = 45.0
 LIMITS_S = {"a model on PyTorch": 120.0, "compute-sanitizer": 150.0}
+# As its runtime has it; eagerly, all of PyTorch's kernels would be loaded.
+ENVIRON = {"a model on PyTorch": {"CUDA_MODULE_LOADING": "LAZY"}}
 FAULTS = "GPU_CHECKS_FAULTS"
 """`check=fault;...`, for host threads: `crash`, `stuck`, or a call of the driver and its result."""
 DEVICE = "device"
@@ -150,7 +152,7 @@ class Runs:
             command = [sys.executable, "-X", "faulthandler", __file__, "--check", name]
             if self._library is not None:
                 command += ["--library", str(self._library)]
-            found = outcome(run_apart(command, limit_s))
+            found = outcome(run_apart(command, limit_s, ENVIRON.get(name)))
         self.note(name, found)
         return found
 

@@ -149,6 +149,8 @@ class TorchBatcher:
         They share one pool of memory, in any order: each one's results lie in buffers outside of
         it, and no two run at once.
         """
+        # What would be collected in the middle of a capture might call CUDA, which it forbids.
+        gc.collect()
         self.network.count.fill_(1)
         pool = torch.cuda.graph_pool_handle()
         for name, step in self._fixed().items():
