@@ -21,7 +21,7 @@ help:
 	@echo "make test    build, fetch the small model and run the tests"
 	@echo "make test-slow    the tests that take longer: races over minutes, real time-outs, benches"
 	@echo "make test-gpu     what only a GPU can show, into build/gpu-checks.json; 'waived' where there is none"
-	@echo "make kernels      compile the CUDA kernels ahead, for dataplane/kernels.fatbin; needs nvcc"
+	@echo "make kernels      compile the CUDA kernels ahead, and what bench.gpu needs; needs nvcc"
 	@echo "make test-reference   what starts daemons, on aioquic alone instead of the packet pump"
 	@echo "make lint    ruff, mypy and clang-format: says what is amiss, changes nothing"
 	@echo "make tsan    C tests under ThreadSanitizer, AddressSanitizer and UBSan, and the mutants"
@@ -110,6 +110,7 @@ tsan: check
 
 kernels: build
 	@$(BIN)/python -m dataplane.kernels
+	@$(BIN)/python -m bench.gpu --prepare
 
 test-reference: build
 	@$(BIN)/python -m pytest -m "not slow" --engine=aioquic

@@ -15,11 +15,13 @@ its events, behind a kernel that keeps it busy so that launching is not in them;
 to a file that did not come from a GPU. Each part is a process of its own with a time limit, since
 an error of CUDA stays with its process and a kernel may hang; the file is written after each part,
 with what a part that failed had measured until then. Without a GPU each part is waived and the exit
-status is 0. `--host-threads` runs the parts that can be run so on the kernels as host threads: it
-shows that the bench works, and its times say nothing of a GPU.
+status is 0. Where there are no compilers, what `make kernels` compiled ahead is taken.
+`--host-threads` runs the parts that can be run so on the kernels as host threads: it shows that the
+bench works, and its times say nothing of a GPU.
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import json
@@ -32,7 +34,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from bench.gpu_parts import PARTS, Bench, Part, WaivedError, compile_host
+from bench.gpu_parts import (
+    HOST_LIBRARY,
+    PARTS,
+    Bench,
+    Part,
+    WaivedError,
+    compile_host,
+    compiler,
+)
 from bench.gpu_report import judge, keep, lines, place, plot
 from bench.launch import LaunchError
 from bench.progress import Line
@@ -46,6 +56,8 @@ from dataplane.runtime.cuda_device import MeasuredGpu
 KERNEL_SOURCE = Path(__file__).with_name("gpu_kernels.cu")
 KERNELS = ("dp_bench_pong", "dp_bench_read")
 DEVICE = "device"
+AHEAD = ROOT / "build" / "gpu"
+"""What `--prepare` compiled."""
 
 _WITHIN_S = {DEVICE: 40, "ping-pong": 40, "claim": 60, "prompt": 80, "first token": 120}
 """Of each process in the quick form; there is one for each way to claim."""
@@ -221,10 +233,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--host-threads", action="store_true", help="a smoke test without a GPU; keeps nothing"
     )
+    parser.add_argument("--prepare", action="store_true", help="compile ahead, and measure nothing")
     for internal in ("--part", "--mode"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.prepare:
+        return prepare_ahead()
     if options.part:
         with limited():
             return run_part(options)
@@ -267,6 +282,23 @@ def _run_all(options: argparse.Namespace, folder: Path) -> int:
     return int(failed or any(row["met"] is False for row in result["targets"]))
 
 
+def prepare_ahead(folder: Path = AHEAD) -> int:
+    """Compile what the parts need, for a machine that has a GPU but no compilers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (_IMAGE, HOST_LIBRARY):
+        (folder / name).unlink(missing_ok=True)
+    lack = _compile_kernels(folder)
+    compile_host(folder)
+    print(lack or f"{folder}: {_IMAGE}, {HOST_LIBRARY}")
+    return int(lack is not None)
+
+
+def _take_ahead(folder: Path, ahead: Path = AHEAD) -> None:
+    for name, tool in ((_IMAGE, "nvcc"), (HOST_LIBRARY, compiler()[0])):
+        if shutil.which(tool) is None and (ahead / name).is_file():
+            shutil.copy(ahead / name, folder)
+
+
 def _prepare(options: argparse.Namespace, folder: Path, progress: Progress) -> None:
     """Compile what several parts need; a part that needs what is missing says so."""
     if options.host_threads:
@@ -274,7 +306,9 @@ def _prepare(options: argparse.Namespace, folder: Path, progress: Progress) -> N
         host_threads(folder)
     elif _is_there():
         progress("compiling")
-        kernels.main()
+        with contextlib.redirect_stdout(sys.stderr):  # the result may be all that is to be there
+            kernels.main()
+        _take_ahead(folder)
         _compile_kernels(folder)
     else:
         return

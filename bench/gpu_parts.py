@@ -32,6 +32,7 @@ from dataplane.runtime.cuda_alone import VOCAB, alone, busy_work
 from dataplane.runtime.cuda_device import MeasuredGpu
 
 HOST_SOURCE = Path(__file__).with_name("gpu_host.c")
+HOST_LIBRARY = "libgpuhost.so"
 LENGTHS = (16, 64, 256, 1024, 4096, 16_384, 65_536, 131_072)
 """Ids of a prompt."""
 PAUSES_US = {"awake": 15, "asleep": 2000}
@@ -65,17 +66,22 @@ class _Verbs(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("admit", "let_go", "pending")]
 
 
+def compiler() -> list[str]:
+    """Return the system's C compiler, as a command."""
+    return shlex.split(os.environ.get("CC", "cc"))
+
+
 def compile_host(directory: Path) -> ctypes.CDLL:
     """Compile `gpu_host.c` with the system's compiler, unless that was done.
 
     Raises:
         LaunchError: There is none, or it fails.
     """
-    library = directory / "libgpuhost.so"
+    library = directory / HOST_LIBRARY
     if library.exists():
         return ctypes.CDLL(str(library))
     command = [
-        *shlex.split(os.environ.get("CC", "cc")), "-std=gnu11", "-O2", "-shared", "-fPIC",
+        *compiler(), "-std=gnu11", "-O2", "-shared", "-fPIC",
         f"-I{ROOT / 'native'}", "-o", str(library), str(HOST_SOURCE),
     ]  # fmt: skip
     try:

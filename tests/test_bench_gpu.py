@@ -282,6 +282,23 @@ def test_the_kernels_compile_and_read_as_a_prompt_is_read(tmp_path: Path) -> Non
     assert not re.search(r"\bld\.[\w.]*nc\b", text)
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="waived: there is no nvcc here")
+def test_without_compilers_what_was_compiled_ahead_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, folder, empty = (tmp_path / name for name in ("ahead", "folder", "empty"))
+    folder.mkdir()
+    empty.mkdir()
+    assert bench_gpu.prepare_ahead(ahead) == 0
+    bench_gpu._take_ahead(folder, ahead)
+    assert list(folder.iterdir()) == [], "compilers that are there are used"
+    monkeypatch.setenv("PATH", str(empty))
+    assert "no nvcc" in str(bench_gpu._compile_kernels(folder))
+    bench_gpu._take_ahead(folder, ahead)
+    assert bench_gpu._compile_kernels(folder) is None
+    assert gpu_parts.compile_host(folder).bench_pong
+
+
 # Ping-pong's host side, with a thread in the kernel's place.
 
 
