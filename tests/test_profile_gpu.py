@@ -1,6 +1,7 @@
 """`dataplane profile --gpu`: what compilers say is read right, what cannot be had is waived, and
 the measuring runs the real kernels, here on host threads with a clock that is no GPU's."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -227,6 +228,27 @@ def test_what_is_printed_names_times_card_and_registers(
     document = json.loads(capsys.readouterr().out)
     assert document["kernels"][0]["registers"] == 56
     assert document["waived"] is None
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_no_figure_is_cut_off(
+    library: Library,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    columns: str,
+) -> None:
+    gpu = TimedGpu(library)
+    [first, *rest] = profile_gpu.measure(gpu, slots=2, tokens=8, runs=1)
+    rows = [dataclasses.replace(first, us=12_345.67, gb_per_s=0.12345, share=0.1234), *rest]
+    here(monkeypatch)
+    monkeypatch.setattr(profile_gpu, "CupyGpu", lambda: gpu)
+    monkeypatch.setattr(profile_gpu, "measure", lambda gpu: rows)
+    monkeypatch.setenv("COLUMNS", columns)
+    assert profile_gpu.run(as_json=False) == 0
+    said = capsys.readouterr().out
+    for figure in ("12,345.67", "0.12345", "12.34%", "dp_admission_resident"):
+        assert figure in said
+    assert "…" not in said
 
 
 def test_a_device_that_fails_is_waived_in_its_words(

@@ -46,6 +46,7 @@ _THREADS = {TICK: 1, RESIDENT: 1, TURN: 64, _ECHO: 128}
 _POLLS = 20_000
 _NO_NAP = 0
 _LINE = 64
+_LEAST_COLUMNS = 120
 _BUSY_US = 200
 # cudaDeviceAttr.
 _MULTIPROCESSORS, _CLOCK_KHZ, _BUS_BITS = 16, 36, 37
@@ -420,6 +421,7 @@ def _timed_step(torch: Any, slots: int = 8, per_slot: int = 2048) -> dict[str, A
 
 def _show(found: dict[str, Any]) -> None:
     console = Console(highlight=False)
+    console.width = max(console.width, _LEAST_COLUMNS)  # a figure is never cut off
     code = found["machine_code"]
     if code["waived"]:
         print(f"machine code: waived: {code['waived']}")
@@ -478,8 +480,8 @@ def _times_table(kernels: list[dict[str, Any]]) -> Table:
         "occupancy",
         "GB/s",
         "of memory's",
-        "what",
     )
+    table.add_column("what")  # what alone gives way where there is no room
     for row in kernels:
         each = "" if row["each_us"] is None else f"{row['each_us']:g}"
         table.add_row(
