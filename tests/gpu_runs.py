@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_checks
 import gpu_programs
 from gpu_checks import CHECKS, WaivedError
 from host_gpu import HostGpu, Library
@@ -114,9 +115,10 @@ def run_check(name: str, library: Path | None) -> Found:
         return {"state": WAIVED, "said": str(error)}
     except Exception as error:
         traceback.print_exc()
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split()) or where.line
-        return {"state": FAILED, "said": f"{type(error).__name__} in {where.name}: {said}"}
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [frame for frame in frames if frame.filename == gpu_checks.__file__] or frames
+        said = " ".join(str(error).split()) or where[-1].line
+        return {"state": FAILED, "said": f"{type(error).__name__} in {where[-1].name}: {said}"}
 
 
 # All of them.
@@ -184,11 +186,12 @@ class Runs:
 def run_all(runs: Runs, names: list[str]) -> int:
     """Run the checks, the device first; the exit status."""
     device = runs.run(DEVICE)
+    said = device["said"] if device["state"] == WAIVED else "not run: see the device"
     for name in names:
         if device["state"] == PASSED:
             runs.run(name)
         else:
-            runs.note(name, {"state": device["state"], "said": device["said"]})
+            runs.note(name, {"state": device["state"], "said": said})
     return int(any(found["state"] == FAILED for found in runs.found.values()))
 
 

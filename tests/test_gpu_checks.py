@@ -14,6 +14,7 @@ import gpu_runs
 import pytest
 from host_gpu import HostGpu, Library
 
+from dataplane.apart import Ended
 from dataplane.runtime.cuda import CudaError
 
 PROGRAM = Path(__file__).with_name("gpu_runs.py")
@@ -131,6 +132,20 @@ def test_a_device_that_cannot_be_used_is_a_failure(
     monkeypatch.setattr("dataplane.gpus.DRIVER", tmp_path if is_there else tmp_path / "none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_runs.run_check("region", None) == {"state": state, "said": "no CuPy"}
+
+
+def test_without_its_device_no_check_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def hang(command: list[str], limit_s: float, environ: object = None) -> Ended:
+        asked.append(command[-1])
+        return Ended(None, "it was not done within 45 s", "Timeout!", limit_s)
+
+    monkeypatch.setattr(gpu_runs, "run_apart", hang)
+    runs = gpu_runs.Runs(None, None, None)
+    assert gpu_runs.run_all(runs, ["region"]) == 1
+    assert asked == [gpu_runs.DEVICE]
+    assert runs.found["region"] == {"state": "failed", "said": "not run: see the device"}
 
 
 def test_nothing_is_begun_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
