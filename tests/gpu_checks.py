@@ -422,3 +422,5 @@ CHECKS: dict[str, Check] = {
     "a model on PyTorch": check_torch,
     "compute-sanitizer": check_sanitizer,
 }
+OF_THE_DEVICE_ALONE = ("a model on PyTorch", "compute-sanitizer")
+"""What no stand-in has."""

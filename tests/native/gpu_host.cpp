@@ -9,6 +9,11 @@
 
 #include "kernels.cu"
 
+struct uint4 {
+    unsigned x, y, z, w;
+};
+#include "../../bench/gpu_kernels.cu"
+
 namespace {
 
 struct Launch {
@@ -31,6 +36,13 @@ void run(const char *name, unsigned blocks, unsigned threads, const uint64_t *ar
     else if (!strcmp(name, "dp_engine_turn"))
         dp_host_launch(1, threads, dp_engine_turn, (const dp_device *)device,
                        reinterpret_cast<dp_turn *>(arguments[1]));
+    else if (!strcmp(name, "dp_bench_pong"))
+        dp_host_launch(1, 1, dp_bench_pong, reinterpret_cast<uint64_t *>(arguments[0]),
+                       (unsigned)arguments[1], (unsigned)arguments[2]);
+    else if (!strcmp(name, "dp_bench_read"))
+        dp_host_launch(blocks, threads, dp_bench_read,
+                       reinterpret_cast<const uint32_t *>(arguments[0]),
+                       reinterpret_cast<uint32_t *>(arguments[1]), (unsigned)arguments[2]);
 }
 
 } // namespace
@@ -39,7 +51,8 @@ extern "C" {
 
 int host_knows(const char *name) {
     return !strcmp(name, "dp_admission_tick") || !strcmp(name, "dp_admission_resident") ||
-           !strcmp(name, "dp_echo") || !strcmp(name, "dp_engine_turn");
+           !strcmp(name, "dp_echo") || !strcmp(name, "dp_engine_turn") ||
+           !strcmp(name, "dp_bench_pong") || !strcmp(name, "dp_bench_read");
 }
 
 void *host_launch(const char *name, unsigned blocks, unsigned threads, const uint64_t *arguments) {
