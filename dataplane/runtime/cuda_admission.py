@@ -1,8 +1,9 @@
 """The thread that runs the admission kernel for what listeners post.
 
 All that it does is C (`native/gpu/admission_loop.c`), called once: the interpreter's lock is not
-held and not waited for, whatever the engine's thread does. What ends it early is put into words
-here. CUDA's driver is called through the library that `Gpu.driver` names.
+held and not waited for, whatever the engine's thread does, which may also be to capture graphs:
+this one has no part in a capture. What ends it early is put into words here. CUDA's driver is
+called through the library that `Gpu.driver` names.
 """
 
 import os
