@@ -23,7 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_REPORT, _LIMIT, _MARK = "DATAPLANE_APART_REPORT", "DATAPLANE_APART_LIMIT", "DATAPLANE_APART_MARK"
+# No settings of a daemon's, which whoever starts one may take out of its environment.
+_REPORT, _LIMIT, _MARK = "APART_REPORT", "APART_LIMIT", "APART_MARK"
 _SAY_BEFORE_S = 1.0
 _END_WITHIN_S = 10.0
 _SHOWN_BYTES = 16_384

@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
             found = run_check(options.check, options.library)
             report(found)
             print(f"{options.check}: {found['state']}: {found['said']}", flush=True)
-        return int("DATAPLANE_APART_REPORT" not in os.environ and found["state"] == FAILED)
+        return int("APART_REPORT" not in os.environ and found["state"] == FAILED)
     with _library(options.host_threads) as library:
         runs = Runs(library, options.json, options.limit)
         return run_all(runs, options.only or list(CHECKS))

@@ -64,7 +64,9 @@ with limited():
 def test_what_a_part_started_ends_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     body = f"""
-child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+# As the tests start a daemon: without what may be a setting of it.
+kept = {{k: v for k, v in os.environ.items() if not k.startswith("DATAPLANE_")}}
+child = subprocess.Popen(["sleep", "300"], start_new_session=True, env=kept)
 open({str(pid_file)!r}, "w").write(str(child.pid))
 os._exit(0)
 """
@@ -98,7 +100,7 @@ def test_a_process_that_the_driver_holds_is_not_waited_for(monkeypatch: pytest.M
 
 
 def test_without_somebody_who_asked_a_report_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DATAPLANE_APART_REPORT", raising=False)
+    monkeypatch.delenv("APART_REPORT", raising=False)
     apart.report({"rows": 1})
     with apart.limited():
         pass
