@@ -83,9 +83,10 @@ def run_apart(
         environ: More of its environment.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="dataplane-apart-") as folder:
+    with tempfile.TemporaryDirectory("", "dataplane-apart-", ignore_cleanup_errors=True) as folder:
         path, mark = Path(folder) / "report", uuid.uuid4().hex
         said = {_REPORT: str(path), _MARK: mark, _LIMIT: f"{max(0.1, within_s - _SAY_BEFORE_S):g}"}
+        said["TMPDIR"] = folder  # what it would leave behind goes with this
         with (Path(folder) / "output").open("w+b") as output:
             process = subprocess.Popen(
                 [*command], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,

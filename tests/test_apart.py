@@ -61,6 +61,12 @@ with limited():
     assert time.monotonic() - start < 15
 
 
+def test_what_a_part_put_into_temporary_files_goes_with_it() -> None:
+    ended = part("import tempfile; report(tempfile.mkdtemp()); os.kill(os.getpid(), 9)")
+    assert "dataplane-apart-" in ended.found
+    assert not Path(ended.found).exists()
+
+
 def test_what_a_part_started_ends_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     body = f"""
