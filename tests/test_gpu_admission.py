@@ -7,14 +7,12 @@ import os
 import select
 import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gpu_programs
-import native_programs
 import pytest
 from daemon_process import wait_until
 from gpu_checks import Mapped, mapped
@@ -491,17 +489,3 @@ def test_a_kernel_that_hangs_is_told_of(
     gpu.get_stuck(False)
     admission.join(10)
     assert not admission.is_alive()
-
-
-# The declarations.
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="waived: there is no nvcc here")
-def test_the_drivers_calls_are_declared_as_cuda_declares_them(tmp_path: Path) -> None:
-    program = native_programs.PROGRAMS / "driver_types.cpp"
-    # nvcc knows where its headers are.
-    command = ["nvcc", "-std=c++20", "-c", "-x", "c++", f"-I{gpu_programs.GPU}", str(program)]
-    done = subprocess.run(
-        [*command, "-o", str(tmp_path / "none.o")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

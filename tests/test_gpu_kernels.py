@@ -1,11 +1,14 @@
 """What nvcc makes of the kernels: every target compiles, with the scoped instructions that the
-design asks for and no spills. Without nvcc these are skipped, and say so."""
+design asks for and no spills; and what it says of the driver's calls. Without nvcc these are
+skipped, and say so."""
 
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import gpu_programs
+import native_programs
 import pytest
 
 from dataplane import fatbin, kernels
@@ -141,3 +144,12 @@ def test_the_image_holds_every_target_and_ptx(tmp_path: Path) -> None:
     found = fatbin.targets_of(image, "kernels.fatbin")
     machines = [f"sm_{target}" for target in TARGETS if target in known_targets()]
     assert list(found) == [*machines, "compute_80"]
+
+
+# The declarations.
+
+
+def test_the_drivers_calls_are_declared_as_cuda_declares_them(tmp_path: Path) -> None:
+    program = str(native_programs.PROGRAMS / "driver_types.cpp")
+    # nvcc knows where its headers are.
+    nvcc("-c", "-x", "c++", f"-I{gpu_programs.GPU}", program, "-o", str(tmp_path / "none.o"))
