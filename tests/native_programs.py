@@ -55,6 +55,7 @@ _RECOVERY = ("quic/recovery", "quic/ranges", "quic/pool", "quic/frames")
 SOURCES = {
     "clock": (),
     "conn": ("slots", "region", *_CONNECTION),
+    "probes": ("slots", "region", *_CONNECTION),
     "frames": ("quic/frames",),
     "http3": ("http3_request",),
     # These include protect.c, to reach its limits.
@@ -171,6 +172,7 @@ SANITIZED = {
         Run("recovery_link", 100_000),
         Run("clock", 500_000),
         Run("conn", 100),
+        Run("probes", 300),
         Run("sending", 30),
         Run("load", 500),
         Run("load_h3", 20_000),

@@ -27,6 +27,7 @@ RUNS = (
     Run("recovery_link", 20_000),
     Run("clock", 20_000),
     Run("conn", 60),
+    Run("probes", 30),
     Run("sending", 20),
     Run("load", 100),
     Run("load_h3", 5_000),

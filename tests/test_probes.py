@@ -122,3 +122,28 @@ def test_requests_over_a_link_that_loses_a_third(state_dir: Path, kinds: str) ->
     link = {"loss": 0.3, "duplication": 0.1, "jitter": 0.01, "delay": 0.001}
     times = [ask(join(state_dir, kinds, seed=seed, **link), within=5.0) for seed in range(300)]
     assert sorted(times)[len(times) // 2] < 0.5
+
+
+# ---------------------------------------------------------------- what probes repeat
+
+
+def lose_answers(wire: Wire, count: int) -> set[int]:
+    """Have the server answer so many requests, in packets of their own, all of which are lost."""
+    streams = {wire.client.open(b"request", True) for _ in range(count)}
+    wire.until(lambda: wire.server.fins >= streams)
+    wire.run_for(1.0)
+    wire.drop = lambda to_server, data: True
+    for stream in streams:
+        wire.server.send(stream, b"answer", True)
+        wire.act()
+    return streams
+
+
+@pytest.mark.parametrize("kinds", ["plain-pumped", "pumped-pumped"])
+def test_time_outs_get_round_to_all_that_is_outstanding(state_dir: Path, kinds: str) -> None:
+    """No acknowledgement comes back, so that each time-out knows no more than the one before."""
+    wire = join(state_dir, kinds)
+    wire.until(lambda: wire.client.up and wire.server.up)
+    streams = lose_answers(wire, 6)
+    wire.drop = lambda to_server, data: to_server
+    wire.until(lambda: wire.client.fins >= streams, within=5.0)

@@ -166,27 +166,22 @@ static void lost(void *self, uint64_t pn, const struct dp_sent *sent) {
 const struct dp_sent_owner dp_conn_fates = {.acked = acked, .lost = lost};
 
 void dp_conn_begin_repeats(struct dp_conn *conn) {
-    conn->repeat_from = dp_recovery_lowest(&conn->recovery);
+    if (conn->recovery.pto_count == 1)
+        conn->repeat_from = dp_recovery_lowest(&conn->recovery);
     conn->repeat_end = conn->recovery.next;
 }
 
-/* Whether something came of it. */
-static bool repeat_since(struct dp_conn *conn, uint64_t pn) {
+void dp_conn_repeat_next(struct dp_conn *conn, uint32_t most) {
     const struct dp_recovery *recovery = &conn->recovery;
     uint64_t lowest = dp_recovery_lowest(recovery);
-    for (pn = pn < lowest ? lowest : pn; pn < conn->repeat_end; pn++) {
-        const struct dp_sent *sent = dp_recovery_packet(recovery, pn);
-        if (!(sent->flags & DP_SENT_ELICITS) || sent->flags & DP_SENT_DONE)
-            continue;
-        repeat_all(conn, sent);
-        conn->repeat_from = pn + 1;
+    uint64_t span = conn->repeat_end > lowest ? conn->repeat_end - lowest : 0;
+    for (uint64_t looked = 0; looked < span && looked < most; looked++) {
+        if (conn->repeat_from < lowest || conn->repeat_from >= conn->repeat_end)
+            conn->repeat_from = lowest;
+        const struct dp_sent *sent = dp_recovery_packet(recovery, conn->repeat_from++);
+        if (sent->flags & DP_SENT_ELICITS && !(sent->flags & DP_SENT_DONE))
+            repeat_all(conn, sent);
         if (conn->due || conn->first_queued)
-            return true;
+            return;
     }
-    return false;
-}
-
-void dp_conn_repeat_next(struct dp_conn *conn) {
-    if (!repeat_since(conn, conn->repeat_from))
-        repeat_since(conn, 0);
 }

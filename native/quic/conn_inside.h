@@ -99,7 +99,7 @@ struct dp_conn {
     uint64_t record_low, record_next;
     uint32_t record_room;
     uint32_t probes;
-    uint64_t repeat_from, repeat_end; /* packets of which probes carry what is outstanding */
+    uint64_t repeat_from, repeat_end; /* the next packet to repeat, and where to go round */
     int64_t pacing_at;
 
     /* Streams. */
@@ -162,8 +162,9 @@ bool dp_conn_record(struct dp_conn *conn, const struct dp_record *record);
 void dp_conn_free_records(struct dp_conn *conn);
 /* A probe time-out ran out: what is outstanding by now may be sent again. */
 void dp_conn_begin_repeats(struct dp_conn *conn);
-/* Have the next outstanding data go out once more, the oldest first and each in its turn. Of
- * control frames the owner hears that they are lost, and sends them anew by itself. */
-void dp_conn_repeat_next(struct dp_conn *conn);
+/* Have the next outstanding data go out once more, the oldest first and each in its turn over all
+ * time-outs until the peer is heard; so many packets are looked at. Of control frames the owner
+ * hears that they are lost, and sends them anew by itself. */
+void dp_conn_repeat_next(struct dp_conn *conn, uint32_t most);
 
 #endif

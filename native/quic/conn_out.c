@@ -13,6 +13,7 @@
 #define SMALLEST_DATA 8  /* a STREAM frame for fewer bytes is left for the next packet */
 #define PATH_LEAST    96 /* bytes of a packet with a PATH_CHALLENGE and an acknowledgement */
 #define PURE_ACKS     32 /* after so many, one asks for an answer: else the peer's state grows */
+#define RIDE_LOOKS    64 /* packets that are looked at for something to ride: peers say how often */
 #define LIMIT_FRAME   24 /* the most that a limit, a reset or a stop takes */
 
 struct out {
@@ -321,7 +322,7 @@ static bool may_send(struct dp_conn *conn, int64_t now) {
 static void prepare_probe(struct dp_conn *conn) {
     if (has_frames(conn))
         return;
-    dp_conn_repeat_next(conn);
+    dp_conn_repeat_next(conn, UINT32_MAX);
     if (!has_frames(conn))
         conn->due |= DP_DUE_PING;
 }
@@ -403,7 +404,7 @@ size_t dp_conn_build(struct dp_conn *conn, int64_t now, uint8_t *datagram, struc
         prepare_probe(conn);
     else if (conn->recovery.pto_count && ack_due(conn, now) && !has_frames(conn))
         /* The peer is there, and its acknowledgements are not: the next time-out may be far. */
-        dp_conn_repeat_next(conn);
+        dp_conn_repeat_next(conn, RIDE_LOOKS);
     bool sending = has_frames(conn) && may_send(conn, now);
     if (!has_frames(conn))
         conn->recovery.window_limited = false; /* this round ends for want of data */
