@@ -147,3 +147,23 @@ def test_time_outs_get_round_to_all_that_is_outstanding(state_dir: Path, kinds: 
     streams = lose_answers(wire, 6)
     wire.drop = lambda to_server, data: to_server
     wire.until(lambda: wire.client.fins >= streams, within=5.0)
+
+
+@pytest.mark.parametrize("kinds", ["plain-pumped", "pumped-pumped"])
+def test_the_probes_of_a_time_out_carry_the_control_frames(state_dir: Path, kinds: str) -> None:
+    """Those that were lost before it, in its own datagrams and not in those of the next."""
+    wire = join(state_dir, kinds)
+    client = wire.client.quic
+    times: list[float] = []
+
+    def lose(to_server: bool, data: bytes) -> bool:
+        if to_server:
+            return bool(wire.server.up)
+        if not data[0] & 0x80:
+            times.append(wire.now)
+        return not data[0] & 0x80 and times[-1] == times[0]
+
+    wire.drop = lose
+    wire.until(lambda: wire.server.up)
+    wire.until(lambda: client._handshake_confirmed, within=5.0)
+    assert len(set(times)) == 2

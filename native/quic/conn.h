@@ -16,7 +16,7 @@ struct dp_conn;
 struct dp_pool;
 
 /* What a connection tells whoever owns it, from inside dp_conn_receive and dp_conn_on_timer. No
- * call may free the connection; all others of this header may be made. */
+ * call may free the connection or build a datagram; all others of this header may be made. */
 struct dp_conn_owner {
     /* In-order bytes [consumed, consumed + length) of a stream; with `fin` nothing comes behind
      * them. How many are consumed; the rest is offered again with what comes. With length 0, only

@@ -145,7 +145,10 @@ static void give_back(struct dp_conn *conn, struct dp_record *record) {
     conn->depth--;
 }
 
-static void repeat_all(struct dp_conn *conn, const struct dp_sent *sent) {
+static void lost(void *self, uint64_t pn, const struct dp_sent *sent) {
+    struct dp_conn *conn = self;
+    (void)pn;
+    conn->stats.lost++;
     for (uint16_t i = 0; i < sent->count; i++) {
         struct dp_record *record = record_at(conn, sent->first + i);
         if (record->kind == DP_RECORD_CONTROL)
@@ -153,22 +156,34 @@ static void repeat_all(struct dp_conn *conn, const struct dp_sent *sent) {
         else
             repeat(conn, record);
     }
-}
-
-static void lost(void *self, uint64_t pn, const struct dp_sent *sent) {
-    struct dp_conn *conn = self;
-    (void)pn;
-    conn->stats.lost++;
-    repeat_all(conn, sent);
     dp_conn_touch(conn);
 }
 
 const struct dp_sent_owner dp_conn_fates = {.acked = acked, .lost = lost};
 
+/* Probes -------------------------------------------------------------------------------------- */
+
+static bool is_outstanding(const struct dp_sent *sent) {
+    return sent->flags & DP_SENT_ELICITS && !(sent->flags & DP_SENT_DONE);
+}
+
+static void give_all_back(struct dp_conn *conn) {
+    const struct dp_recovery *recovery = &conn->recovery;
+    for (uint64_t pn = dp_recovery_lowest(recovery); pn < recovery->next; pn++) {
+        const struct dp_sent *sent = dp_recovery_packet(recovery, pn);
+        for (uint16_t i = 0; is_outstanding(sent) && i < sent->count; i++) {
+            struct dp_record *record = record_at(conn, sent->first + i);
+            if (record->kind == DP_RECORD_CONTROL)
+                give_back(conn, record);
+        }
+    }
+}
+
 void dp_conn_begin_repeats(struct dp_conn *conn) {
     if (conn->recovery.pto_count == 1)
         conn->repeat_from = dp_recovery_lowest(&conn->recovery);
     conn->repeat_end = conn->recovery.next;
+    give_all_back(conn);
 }
 
 void dp_conn_repeat_next(struct dp_conn *conn, uint32_t most) {
@@ -179,8 +194,8 @@ void dp_conn_repeat_next(struct dp_conn *conn, uint32_t most) {
         if (conn->repeat_from < lowest || conn->repeat_from >= conn->repeat_end)
             conn->repeat_from = lowest;
         const struct dp_sent *sent = dp_recovery_packet(recovery, conn->repeat_from++);
-        if (sent->flags & DP_SENT_ELICITS && !(sent->flags & DP_SENT_DONE))
-            repeat_all(conn, sent);
+        for (uint16_t i = 0; is_outstanding(sent) && i < sent->count; i++)
+            repeat(conn, record_at(conn, sent->first + i));
         if (conn->due || conn->first_queued)
             return;
     }

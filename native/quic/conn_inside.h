@@ -160,11 +160,11 @@ void dp_conn_wake_streams(struct dp_conn *conn);
 extern const struct dp_sent_owner dp_conn_fates;
 bool dp_conn_record(struct dp_conn *conn, const struct dp_record *record);
 void dp_conn_free_records(struct dp_conn *conn);
-/* A probe time-out ran out: what is outstanding by now may be sent again. */
+/* A probe time-out ran out: what is outstanding by now may be sent again. Of control frames the
+ * owner hears that they are lost, and sends them anew by itself. */
 void dp_conn_begin_repeats(struct dp_conn *conn);
 /* Have the next outstanding data go out once more, the oldest first and each in its turn over all
- * time-outs until the peer is heard; so many packets are looked at. Of control frames the owner
- * hears that they are lost, and sends them anew by itself. */
+ * time-outs until the peer is heard; so many packets are looked at. */
 void dp_conn_repeat_next(struct dp_conn *conn, uint32_t most);
 
 #endif
