@@ -98,7 +98,8 @@ class ProbingConnection(QuicConnection):
     """A connection whose handshake is probed for with two datagrams a time-out, not with one.
 
     The time-out doubles each time, so that the loss of a few single datagrams costs tens of
-    seconds; RFC 9002 section 6.2.4 allows two for that reason, and the pump sends as many.
+    seconds; RFC 9002 section 6.2.4 allows two for that reason, and the pump sends as many. A flight
+    that takes two or more goes out once: aioquic repeats all of it.
     """
 
     _probes_twice = False
@@ -106,13 +107,14 @@ class ProbingConnection(QuicConnection):
     def handle_timer(self, now: float) -> None:
         before = self._loss._pto_count
         super().handle_timer(now)
-        self._probes_twice = self._loss._pto_count > before and not self._loss.handshake_confirmed
+        self._probes_twice = self._loss._pto_count > before
 
     def datagrams_to_send(self, now: float) -> list[tuple[bytes, Any]]:
         datagrams = super().datagrams_to_send(now)
         if self._probes_twice:
             self._probes_twice = False
-            if datagrams and not is_closing(self):
+            # What came since may have completed the handshake: then it is not probed for any more.
+            if len(datagrams) == 1 and not self._loss.handshake_confirmed and not is_closing(self):
                 self._loss.reschedule_data(now=now)
                 datagrams += super().datagrams_to_send(now)
         return datagrams

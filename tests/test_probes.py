@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pumped_ends import Pumped, Wire, join
+from pumped_ends import CLIENT, Pumped, Wire, join
 
 KINDS = pytest.mark.parametrize("kinds", ["pumped-pumped", "plain-plain"])
 FIRST_PTO = 0.2  # twice the initial round trip (RFC 9002 section 6.2.2)
@@ -55,6 +55,39 @@ def test_a_server_probes_twice_within_three_times_what_came(state_dir: Path, kin
     wire.run_for(10.0)
     assert len(went) == first + 2
     assert sum(went) <= 3 * sum(came) == 3 * SMALLEST_INITIAL
+
+
+@KINDS
+def test_a_flight_of_two_datagrams_is_probed_with_once(state_dir: Path, kinds: str) -> None:
+    wire = join(state_dir, kinds)
+    server = wire.server.quic.configuration
+    server.certificate_chain = [server.certificate] * 2
+    wire.drop = lambda to_server, data: not to_server
+    wire.run_for(FIRST_PTO / 2)
+    assert wire.sent[False] == 2
+    wire.run_for(FIRST_PTO)  # the client probes, so that the server may send six more
+    assert wire.sent[False] == 4  # aioquic's answer to a repeated Initial
+    assert sent_within(wire, FIRST_PTO, to_server=False) == 2  # its own time-out
+
+
+def test_a_handshake_that_completed_meanwhile_is_not_probed_for(state_dir: Path) -> None:
+    wire = join(state_dir, "plain-plain")
+    server, finished = wire.server.quic, []
+
+    def keep(to_server: bool, data: bytes) -> bool:
+        if to_server and wire.client.up:
+            finished.append(data)
+        return to_server and wire.client.up
+
+    wire.drop = keep
+    wire.until(lambda: wire.client.up)
+    assert finished
+    due = server.get_timer()
+    assert due is not None
+    server.handle_timer(due)
+    for data in finished:
+        server.receive_datagram(data, CLIENT, due)
+    assert len(server.datagrams_to_send(due)) == 1
 
 
 @KINDS
