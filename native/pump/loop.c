@@ -118,17 +118,24 @@ int dp_pump_listen(struct dp_pump *pump, int fd) {
 
 bool dp_loop_watch_runtimes(struct dp_loop *loop) {
     bool changed = false, polls = false;
-    for (uint32_t i = 0; i < dp_raw_count(loop->pump); i++) {
-        int fd = dp_raw_fd(loop->pump, i), before = loop->raw_fds[i];
-        polls |= fd >= 0;
-        if (fd == before)
+    uint32_t count = dp_raw_count(loop->pump);
+    /* First those that left: one that came may have the number that another's had. */
+    for (uint32_t i = 0; i < count; i++) {
+        int before = loop->raw_fds[i];
+        if (before < 0 || dp_raw_fd(loop->pump, i) == before)
             continue;
+        epoll_ctl(loop->epoll_fd, EPOLL_CTL_DEL, before, NULL); /* may be closed already */
+        loop->raw_fds[i] = -1;
         changed = true;
-        if (before >= 0)
-            epoll_ctl(loop->epoll_fd, EPOLL_CTL_DEL, before, NULL); /* may be closed already */
-        if (fd >= 0)
-            watch(loop, fd, EPOLLIN | EPOLLET, UINT32_MAX);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        int fd = dp_raw_fd(loop->pump, i);
+        polls |= fd >= 0;
+        if (fd == loop->raw_fds[i])
+            continue;
+        watch(loop, fd, EPOLLIN | EPOLLET, UINT32_MAX);
         loop->raw_fds[i] = fd;
+        changed = true;
     }
     if (changed)
         dp_store_flag(&loop->polls, polls);

@@ -12,6 +12,7 @@
 /* Stand-ins ------------------------------------------------------------------------------------ */
 
 static int runtime_fd = -1;
+static uint32_t runtime_partition; /* of the two that there are, the one that has it */
 static struct dp_pump *busy_pump;
 static uint32_t runtime_passes, runtime_sleeps, runtime_wakes;
 
@@ -35,11 +36,11 @@ WEAK void dp_raw_on_timer(struct dp_pump *pump) {
 }
 WEAK uint32_t dp_raw_count(const struct dp_pump *pump) {
     (void)pump;
-    return 1;
+    return 2;
 }
 WEAK int dp_raw_fd(const struct dp_pump *pump, uint32_t partition) {
-    (void)pump, (void)partition;
-    return runtime_fd;
+    (void)pump;
+    return partition == runtime_partition ? runtime_fd : -1;
 }
 WEAK bool dp_raw_sleep(struct dp_pump *pump) {
     (void)pump;

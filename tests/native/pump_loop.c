@@ -254,33 +254,45 @@ static void check_strangers(uint64_t seed) {
     stop_live();
 }
 
-static void set_runtime_fd(int fd) {
+static void set_runtime(int fd, uint32_t partition) {
     for (int side = 0; side < 2; side++)
         dp_pump_lock(world.pump[side]);
-    if (runtime_fd >= 0)
+    if (runtime_fd >= 0 && runtime_fd != fd)
         close(runtime_fd);
     runtime_fd = fd;
+    runtime_partition = partition;
     for (int side = 0; side < 2; side++)
         dp_pump_unlock(world.pump[side]);
     for (int side = 0; side < 2; side++)
         dp_pump_flush(world.pump[side]);
 }
 
-/* The runtime's eventfd comes and goes, even under the same number, and wakes the thread. */
+static void expect_that_it_wakes(void) {
+    usleep(2000); /* both sleep */
+    uint32_t before = __atomic_load_n(&runtime_passes, __ATOMIC_RELAXED);
+    uint64_t one = 1;
+    CHECK(write(runtime_fd, &one, sizeof one) == sizeof one);
+    int64_t until = monotonic_ns() + LOST_MS * MS;
+    while (__atomic_load_n(&runtime_passes, __ATOMIC_RELAXED) == before)
+        CHECK(monotonic_ns() < until);
+}
+
+/* The runtime's eventfd comes and goes, even under the same number, and wakes the thread; and so it
+ * does where another partition's runtime gets the number that one had. */
 static void check_runtime_fd(uint64_t seed) {
     open_world(seed);
     start_live(0, 0);
     for (int i = 0; i < 5; i++) {
-        set_runtime_fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-        usleep(2000); /* both sleep */
-        uint32_t before = __atomic_load_n(&runtime_passes, __ATOMIC_RELAXED);
-        uint64_t one = 1;
-        CHECK(write(runtime_fd, &one, sizeof one) == sizeof one);
-        int64_t until = monotonic_ns() + LOST_MS * MS;
-        while (__atomic_load_n(&runtime_passes, __ATOMIC_RELAXED) == before)
-            CHECK(monotonic_ns() < until);
-        set_runtime_fd(-1);
+        set_runtime(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), 0);
+        expect_that_it_wakes();
+        set_runtime(-1, 0);
     }
+    set_runtime(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), 0);
+    for (uint32_t i = 1; i < 5; i++) {
+        set_runtime(runtime_fd, i % 2);
+        expect_that_it_wakes();
+    }
+    set_runtime(-1, 0);
     stop_live();
     CHECK(runtime_wakes == runtime_sleeps);
 }
