@@ -10,8 +10,8 @@ struct entry {
 };
 
 struct dp_keys {
-    EVP_MD_CTX
-    *context; /* set up for SHA-256 once: finding an algorithm costs more than the hash */
+    /* Set up for SHA-256 once: finding an algorithm costs more than the hash. */
+    EVP_MD_CTX *context;
     uint32_t count;
     struct entry entries[]; /* sorted */
 };

@@ -1,9 +1,8 @@
 /* API keys: whose request this is, by the SHA-256 of the key that it carries.
  *
- * Immutable, so a key can be found in one while others are; but each call uses the table's own
- * digest context, so one thread at a time: who needs it in two threads makes two. How long a
- * look-up takes tells of hashes at most, which nobody can choose (dataplane/tenants.py). This
- * header is also the cffi declaration. */
+ * A table never changes, but each look-up takes its digest context: one thread at a time, and who
+ * needs it in two makes two. How long a look-up takes tells of hashes at most, which nobody can
+ * choose (dataplane/tenants.py). This header is also the cffi declaration. */
 #ifndef DP_KEYS_H
 #define DP_KEYS_H
 
