@@ -200,7 +200,6 @@ def test_any_mixture_of_fields_is_the_same(extra: Pairs, seed: int, compressed: 
 
 
 MIXED = Server(False)
-VISIBLE = st.characters(min_codepoint=0x21, max_codepoint=0x7E)
 
 
 @settings(max_examples=200, deadline=None)
