@@ -233,11 +233,16 @@ void dp_raw_drain(struct dp_pump *pump) {
 
 /* Counters ------------------------------------------------------------------------------------ */
 
+static uint64_t ended(const struct dp_raw_stats *stats) {
+    return stats->completed + stats->cancelled + stats->failed;
+}
+
+/* Who holds its slot still says nothing of how long. */
 static void add(struct dp_raw_stats *sum, const struct dp_raw_stats *one) {
-    uint64_t claimed = sum->claimed + one->claimed;
-    if (claimed)
-        sum->hold_s += (one->hold_s - sum->hold_s) * (double)one->claimed / (double)claimed;
-    sum->claimed = claimed;
+    uint64_t all = ended(sum) + ended(one);
+    if (all)
+        sum->hold_s += (one->hold_s - sum->hold_s) * (double)ended(one) / (double)all;
+    sum->claimed += one->claimed;
     sum->completed += one->completed;
     sum->cancelled += one->cancelled;
     sum->failed += one->failed;
@@ -269,7 +274,7 @@ struct dp_raw_stats dp_raw_partition_stats(struct dp_pump *pump, uint32_t partit
 /* Each one claimed ends in one of the other three. */
 uint32_t dp_raw_in_flight(struct dp_pump *pump) {
     struct dp_raw_stats stats = dp_raw_stats(pump);
-    return (uint32_t)(stats.claimed - stats.completed - stats.cancelled - stats.failed);
+    return (uint32_t)(stats.claimed - ended(&stats));
 }
 
 uint32_t dp_raw_writing(struct dp_pump *pump, uint64_t connection) {

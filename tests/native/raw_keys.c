@@ -243,6 +243,26 @@ static void test_one_that_is_broken(void) {
     end_keyed();
 }
 
+/* Slots are held for two seconds here and for four there; what is in flight has no say. */
+static void test_how_long_all_hold_theirs(void) {
+    begin_keyed(SLOTS);
+    struct dp_region *both[] = {betas, alphas};
+    uint64_t generation;
+    ask(0, "alpha");
+    ask(0, "beta");
+    dp_raw_pass(&pump);
+    for (int i = 0; i < 2; i++) {
+        pump.now += 2 * SECOND;
+        CHECK(dp_take(both[i], 0, &generation) == DP_RUNNING);
+        CHECK(dp_finish(both[i], 0, generation, DP_FINISH_STOP) == DP_DONE);
+        dp_raw_pass(&pump);
+        for (int more = 0; more < 2; more++)
+            ask(0, i ? "alpha" : "beta");
+        CHECK(dp_raw_stats(&pump).hold_s == (i ? 3.0 : 2.0));
+    }
+    end_keyed();
+}
+
 /* Time-outs say whose they are; a header's is nobody's yet. */
 static void test_late_ones(void) {
     begin_keyed(SLOTS);
@@ -303,7 +323,8 @@ static void test_sleep_and_wake_for_each(void) {
 int main(void) {
     RUN(test_looking_up, test_setting_keys, test_a_key_cut_at_every_byte, test_which_key_counts,
         test_a_full_one, test_a_cap_each, test_one_that_is_lost, test_one_that_is_broken,
-        test_late_ones, test_the_end_of_all, test_sleep_and_wake_for_each);
+        test_how_long_all_hold_theirs, test_late_ones, test_the_end_of_all,
+        test_sleep_and_wake_for_each);
     region_delete(betas);
     drop_region();
     printf("raw_keys: whose key it is, and what one partition is to another\n");
