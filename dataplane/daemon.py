@@ -133,11 +133,12 @@ class Daemon:
         sockets = bind("--listen", *self.config.listen, socket.SOCK_DGRAM)
         selector = loop._selector  # type: ignore[attr-defined]  # made in serve()
         try:
-            if self.config.runtime != "null":  # nobody can take its place
-                await self.attachments.start()
             admin = await self.admin.start(*self.config.admin)
             self.listener.start(sockets)
             selector.listener = self.listener
+            # Last: a runtime that waits for the daemon may attach at once, and is served from then.
+            if self.config.runtime != "null":  # nobody can take its place
+                await self.attachments.start()
             self._start_runtimes()
             await self._wait_until_serving()
             if not self._ending.is_set():
