@@ -128,7 +128,7 @@ class Daemon:
     async def run(self) -> int:
         """Serve until a signal; the exit status."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _ending_signals():
             loop.add_signal_handler(number, self._signalled)
         sockets = bind("--listen", *self.config.listen, socket.SOCK_DGRAM)
         selector = loop._selector  # type: ignore[attr-defined]  # made in serve()
@@ -251,9 +251,17 @@ class Daemon:
         await self.attachments.stop()
         await asyncio.gather(*(partition.stop() for partition in self.partitions.values()))
         # From here on a further signal would end a process that is ending with another status.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _ending_signals():
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
+
+
+def _ending_signals() -> list[signal.Signals]:
+    """Return what ends a daemon: a terminal that closes too, unless that is ignored (`nohup`)."""
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    return numbers
 
 
 def _settle_collector() -> None:

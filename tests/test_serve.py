@@ -5,6 +5,7 @@ nothing is in flight and every slot is FREE.
 """
 
 import asyncio
+import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -300,14 +301,17 @@ def test_without_a_runtime_every_request_is_503(daemon: StartDaemon) -> None:
     run(session())
 
 
-def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight(daemon: StartDaemon) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight(
+    daemon: StartDaemon, number: int
+) -> None:
     process = daemon("--runtime=echo", "--slots=2", "--token-delay-ms=20")
 
     async def session() -> None:
         async with connect(process.address, process.ca) as client:
             running = await client.submit(list(range(50)))
             await running.opened()
-            process.send(15)
+            process.send(number)
             await asyncio.to_thread(process.wait_for_status, "draining")
             late = await answered(client, GOOD)
             assert late.status == 503
@@ -316,6 +320,18 @@ def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight(daemon: StartDa
 
     run(session())
     assert process.wait_for_exit() == 0
+
+
+def test_a_terminal_that_closes_ends_nothing_under_nohup(daemon: StartDaemon) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what is ignored, children ignore too
+    try:
+        process = daemon("--runtime=null")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send(signal.SIGHUP)
+    assert process.get("/livez") == (200, "ok\n")
+    assert process.health()["status"] == "ok"
+    assert process.stop() == 0
 
 
 def test_many_large_slots_cost_the_daemon_their_region_and_little_else(daemon: StartDaemon) -> None:
