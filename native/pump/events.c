@@ -19,6 +19,13 @@
 #define COPIED_MAX (1 << 20)
 /* Of one event, so that a take (DP_EVENT_TAKE) has room for it. */
 #define PIECE (DP_EVENT_TAKE / 4)
+/* What Python takes at once is answered at once, so a take is short, and a connection has a few
+ * events of it before the next one's turn: one that asks without end, or a thousand refusals, makes
+ * nobody wait long. */
+#define TURN  4
+#define TURNS 64
+/* Of a take, for datagrams, while connections have something to tell. */
+#define DATAGRAMS_ROOM (DP_EVENT_TAKE / 8)
 
 /* Bits of dp_stream.app_state, which leaves the lower ones to the front that had it before. While
  * QUEUED, `app` is the stream's node. */
@@ -395,9 +402,10 @@ static bool take_data(struct dp_pump *pump, struct dp_event_node *node, struct r
     return all;
 }
 
+/* A connection's turn. False: there is no room for all of it. */
 static bool take_told(struct dp_pump *pump, struct dp_told *told, struct room *to) {
     struct dp_event_node *node;
-    while ((node = told->first)) {
+    for (int taken = 0; taken < TURN && (node = told->first); taken++) {
         if (node->stream) {
             if (!take_data(pump, node, to))
                 return false;
@@ -420,16 +428,19 @@ static void take_datagrams(struct dp_events *events, struct room *to, size_t lea
 uint32_t dp_events_take(struct dp_pump *pump, uint8_t *to, uint32_t room) {
     struct dp_events *events = pump->events;
     struct room rest = {to, room};
-    /* Datagrams may not crowd out what connections have to tell. */
-    take_datagrams(events, &rest, events->first ? room / 2 : 0);
     struct dp_told *told;
-    while ((told = events->first)) {
-        if (!take_told(pump, told, &rest)) {
+    bool has_room = true;
+    /* Datagrams may not crowd out what connections have to tell. */
+    uint32_t leave = room > DATAGRAMS_ROOM ? room - DATAGRAMS_ROOM : room / 2;
+    take_datagrams(events, &rest, events->first ? leave : 0);
+    for (int turn = 0; has_room && turn < TURNS && (told = events->first); turn++) {
+        has_room = take_told(pump, told, &rest);
+        if (told->first) {
             leave_turns(events, told);
             add_to_turns(events, told);
-            break;
         }
     }
-    take_datagrams(events, &rest, 0);
+    if (!events->first)
+        take_datagrams(events, &rest, 0);
     return (uint32_t)(rest.at - to);
 }

@@ -226,6 +226,47 @@ static void check_datagram_bound(uint64_t seed) {
     close_world();
 }
 
+/* A connection that tells much, and datagrams besides, keep another one waiting for a few events of
+ * theirs; a take is short, and each connection's events come in their order. */
+static void check_turns(uint64_t seed) {
+    enum { MUCH = 5000, SHORT = 1000, SOON = 10 };
+    static uint8_t datagram[100], buffer[DP_EVENT_TAKE];
+    const struct dp_path path = {.family = 2};
+    open_world(seed);
+    struct dp_pump *pump = world.pump[SERVER];
+    for (uint32_t conn = 0; conn < 2; conn++)
+        connect_pair(conn, NULL, NULL, world.now);
+    while (dp_pump_take(pump, buffer, sizeof buffer))
+        continue;
+    const uint64_t *handles = world.handle[SERVER];
+    for (uint32_t i = 0; i < MUCH; i++)
+        dp_events_push(pump, DP_EVENT_DELIVERED, 0, handles[0], 0, i, NULL, 0);
+    dp_events_push(pump, DP_EVENT_DELIVERED, 0, handles[1], 0, 0, NULL, 0);
+    for (int i = 0; i < 1000; i++)
+        CHECK(dp_events_datagram(pump, 0, datagram, sizeof datagram, &path, 17));
+    uint32_t taken, told = 0, datagrams = 0, count, before_other = MUCH;
+    while ((taken = dp_pump_take(pump, buffer, sizeof buffer))) {
+        bool untold = told < MUCH;
+        count = 0;
+        for (uint32_t at = 0; at < taken; count++) {
+            struct dp_pump_event event;
+            memcpy(&event, buffer + at, sizeof event);
+            if (event.connection == handles[0])
+                CHECK(event.number == told++);
+            else if (event.connection == handles[1])
+                before_other = told;
+            else
+                datagrams++;
+            at += (uint32_t)sizeof event + ((event.size + 7) & ~7u);
+        }
+        CHECK(count < SHORT || !untold);
+    }
+    if (told != MUCH || datagrams != 1000 || before_other > SOON)
+        fail("%u events and %u datagrams, and %u events before the other's", told, datagrams,
+             before_other);
+    close_world();
+}
+
 /* What is left untold of a connection goes with it, however much that is, and nothing else. */
 static void check_forget(uint32_t rounds, uint64_t seed) {
     for (uint32_t i = 0; i < rounds; i++) {
@@ -288,6 +329,7 @@ int main(int argc, char **argv) {
     check_order(false, seed);
     check_control_flood(seed);
     check_datagram_bound(seed);
+    check_turns(seed);
     check_forget(1 + amount / 10, seed);
     free(world.flying);
     printf("pump: all as it should be\n");
