@@ -64,7 +64,7 @@ class Egress:
             self.unanswered.clear()
             return
         self.look()
-        if self.unanswered:
+        if self.unanswered and not self.is_broken:
             for exchange in self.unanswered:
                 if exchange.watch >= 0 and not exchange.answered:
                     exchange.answer(b"", 0)
@@ -73,7 +73,7 @@ class Egress:
     def look(self) -> None:
         """Send what came out since the last pass."""
         table = self.table
-        if table is None:
+        if table is None or self.is_broken:
             return
         changed = table.poll()
         if self._held:
@@ -81,7 +81,7 @@ class Egress:
             self._resume(table)
         for exchange in changed:
             # An earlier one of this poll may have ended the attachment, or this exchange.
-            if self.table is table and exchange.watch >= 0:
+            if self.table is table and exchange.watch >= 0 and not self.is_broken:
                 self._advance(table, exchange, table.entry(exchange))
 
     def next_due(self) -> float | None:
@@ -159,7 +159,7 @@ class Egress:
         """
         drained: dict[Any, bool] = {}
         for exchange, until in list(self._held.items()):
-            if exchange not in self._held or self.table is not table:
+            if exchange not in self._held or self.table is not table or self.is_broken:
                 continue  # An earlier one ended it.
             connection = exchange.connection
             if connection not in drained:

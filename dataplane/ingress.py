@@ -147,8 +147,7 @@ class Ingress:
         self.why_unavailable = why
         if self.table is None:
             return
-        if not self.egress.is_broken:
-            self.egress.look()
+        self.egress.look()
         self.end_all(refusals.lost(), ResetCode.RUNTIME_LOST)
         self.table = self.egress.table = None
         self._exchanges = self.deadlines.exchanges = []

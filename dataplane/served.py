@@ -70,8 +70,10 @@ class Served:
 
     def _say(self) -> str:
         """Return the bundled runtime as messages call it."""
-        runtime = f"the runtime {self._config.runtime}"
-        return runtime if self._partition is None else f"{runtime} in partition {self.ingress.name}"
+        return f"the runtime {self._config.runtime}{self._where()}"
+
+    def _where(self) -> str:
+        return "" if self._partition is None else f" in partition {self.ingress.name}"
 
     def start_runtime(self) -> None:
         """Start the bundled runtime, if one was asked for."""
@@ -106,7 +108,7 @@ class Served:
         _log.info(
             "runtime %s is ready%s",
             attachment.manifest.model,
-            "" if self._partition is None else f" in partition {self.ingress.name}",
+            self._where(),
         )
 
     def _settle(self) -> None:
@@ -125,7 +127,7 @@ class Served:
 
     def _broken(self, rule: str) -> None:
         """Egress read something that the contract forbids: end the attachment after this pass."""
-        _log.error("the runtime broke a rule: %s", rule)
+        _log.error("the runtime%s broke a rule: %s", self._where(), rule)
         self._drop_soon(f"it broke a rule: {rule}")
 
     def _gave_up(self, why: str) -> None:

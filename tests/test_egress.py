@@ -180,6 +180,21 @@ def test_an_output_id_outside_the_vocabulary_is_not_sent(
     assert bench.reader.ids.get(1, b"") == b""
 
 
+def test_of_a_broken_runtime_nothing_more_is_sent_or_said(bench: Bench) -> None:
+    bad, good, late = (bench.request(number) for number in (1, 2, 3))
+    bench.egress.unanswered.remove(late)
+    bench.egress.flush()
+    assert bench.reader.ids == {1: b"", 2: b""}
+    bench.emit(bad, -1)
+    bench.egress.flush()
+    bench.egress.unanswered.append(late)
+    for exchange in (bad, good):
+        bench.emit(exchange, 5)
+        bench.egress.flush()
+    assert len(bench.broken) == 1
+    assert bench.reader.ids == {1: b"", 2: b""}
+
+
 def test_an_expiring_answer_with_a_bad_id_is_a_broken_rule(bench: Bench) -> None:
     exchange = bench.request(1)
     bench.emit(exchange, -1)

@@ -248,7 +248,9 @@ def test_a_rule_that_one_breaks_drops_it_alone(bare: DaemonProcess) -> None:
 
     with runtime_in(bare, "b"), runtime_in(bare, "a") as a:
         run(main(a))
-    assert "it broke a rule" in bare.stderr
+    rule = "slot 0: 10000 output ids, 16 allowed"
+    assert bare.stderr.count(f"the runtime in partition a broke a rule: {rule}") == 1
+    assert f"ended: it broke a rule: {rule}" in bare.stderr
 
 
 # Attaching.
