@@ -444,8 +444,9 @@ def test_a_value_that_does_not_fit_is_refused_before_anything_is_sent(tmp_path: 
             await client.submit([1], seed=2**32)
         with pytest.raises(UsageError, match="request_id is -1"):
             await client.submit([1], request_id=-1)
-        with pytest.raises(UsageError, match="4044 fit a header"):
-            await client.submit([1], api_key=b"x" * 4045)
+        for length in (4045, 70_000):
+            with pytest.raises(UsageError, match=f"has {length} bytes; 4044 fit a header"):
+                await client.submit([1], api_key=b"x" * length)
         assert (await client.submit([1], api_key=b"x" * 4044)).status == 200
         assert len(daemon.streams) == 1
 

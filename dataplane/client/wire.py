@@ -18,7 +18,6 @@ from dataplane.http_names import FINISH_WORDS
 from dataplane.prompt1 import (
     API_KEY_MAX,
     END_MARK,
-    HEADER_MAX,
     TRAILER_BYTES,
     VERDICT_BYTES,
     ProtocolError,
@@ -89,15 +88,13 @@ def encode_prompt(request: Request, ids: bytes) -> bytes:
     for name in _U32_FIELDS:
         _check_range(name, getattr(request, name), 2**32 - 1)
     _check_range("request_id", request.request_id, 2**64 - 1)
+    key = request.api_key
+    if key is not None and len(key) > API_KEY_MAX:
+        raise UsageError(f"the API key has {len(key)} bytes; {API_KEY_MAX} fit a header")
     try:
-        header = encode_request(request)
+        return encode_request(request) + ids
     except (struct.error, OverflowError) as error:
         raise UsageError(f"the request cannot be encoded: {error}") from error
-    if len(header) > HEADER_MAX:
-        raise UsageError(
-            f"the API key has {len(request.api_key or b'')} bytes; {API_KEY_MAX} fit a header"
-        )
-    return header + ids
 
 
 def _check_range(name: str, value: int, most: int) -> None:
