@@ -160,6 +160,7 @@ def of_host_threads(folder: Path, faults: str, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_part_that_crashes_or_fails_hides_no_other(tmp_path: Path) -> None:
     found = of_host_threads(tmp_path, "claim=cuLaunchKernel=700;ping-pong=crash")
     parts = found["parts"]

@@ -226,8 +226,17 @@ def take(on: Mapped) -> tuple[int, int, int, int]:
     return claimed, before, taken, after
 
 
-@BOTH
-@pytest.mark.parametrize("ppm", [0, 200, -200])
+@pytest.mark.parametrize(
+    ("stays", "ppm"),
+    [
+        pytest.param(False, 0, id="tick"),
+        pytest.param(False, 200, id="tick-fast"),
+        pytest.param(False, -200, id="tick-slow"),
+        pytest.param(True, 0, id="persistent", marks=pytest.mark.slow),
+        pytest.param(True, 200, id="persistent-fast", marks=pytest.mark.slow),
+        pytest.param(True, -200, id="persistent-slow"),
+    ],
+)
 def test_the_taken_time_is_true_for_days(
     on: Mapped, stays: bool, ppm: int, timer: Callable[[int, int], None]
 ) -> None:

@@ -73,6 +73,7 @@ def test_steps_that_differ_from_the_cpus_are_noticed(
         gpu_checks.check_torch(HostGpu(library))
 
 
+@pytest.mark.slow
 def test_what_fails_hangs_or_crashes_hides_no_other(tmp_path: Path, library: Library) -> None:
     kept = tmp_path / "results" / "checks.json"
     faults = {

@@ -87,6 +87,7 @@ def test_the_bench_measures_every_part(tmp_path: Path, environ: dict[str, str]) 
     assert None not in [row["met"] for row in found["targets"]]
 
 
+@pytest.mark.slow
 def test_the_profile_times_every_kernel(environ: dict[str, str]) -> None:
     done = run(environ, "-m", "dataplane", "profile", "--gpu", "--json")
     found = json.loads(done.stdout)
