@@ -105,8 +105,12 @@ def test_a_process_that_the_driver_holds_is_not_waited_for(monkeypatch: pytest.M
     assert "the driver holds it" in ended.why
 
 
-def test_without_somebody_who_asked_a_report_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("APART_REPORT", raising=False)
+def test_without_somebody_who_asked_a_report_goes_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("APART_REPORT", "APART_LIMIT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
     apart.report({"rows": 1})
     with apart.limited():
-        pass
+        assert not list(tmp_path.iterdir())
